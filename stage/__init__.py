@@ -1,5 +1,57 @@
-"""Stage: a symbolic pre-execution workload synthesizer for distributed AI systems."""
+"""Stage: a symbolic pre-execution workload synthesizer for distributed AI systems.
 
-__all__ = ["__version__"]
+The public names are imported when they are first used, so that `import stage` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stage import blocks
+    from stage.errors import StageError
+    from stage.graph import Builder
+    from stage.hf import HFConfig
+    from stage.model import Block, Model, SizeValue
+    from stage.symbols import size
+    from stage.synthesis import synthesize
+    from stage.tensor import Dim, Tensor
+    from stage.trace.traceset import TraceSet
+
+__all__ = [
+    "Block",
+    "Builder",
+    "Dim",
+    "HFConfig",
+    "Model",
+    "SizeValue",
+    "StageError",
+    "Tensor",
+    "TraceSet",
+    "blocks",
+    "size",
+    "synthesize",
+]
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Block": "stage.model",
+    "Builder": "stage.graph",
+    "Dim": "stage.tensor",
+    "HFConfig": "stage.hf",
+    "Model": "stage.model",
+    "SizeValue": "stage.model",
+    "StageError": "stage.errors",
+    "Tensor": "stage.tensor",
+    "TraceSet": "stage.trace.traceset",
+    "size": "stage.symbols",
+    "synthesize": "stage.synthesis",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "blocks":
+        return import_module("stage.blocks")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'stage' has no attribute {name!r}")

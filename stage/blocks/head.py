@@ -1,0 +1,27 @@
+"""The last block: logits and loss."""
+
+from stage.blocks.embedding import TABLE
+from stage.graph import Builder
+from stage.tensor import Tensor
+
+__all__ = ["cross_entropy", "lm_head"]
+
+
+def lm_head(b: Builder, x: Tensor, labels: Tensor, *, tied: bool = False) -> Tensor:
+    """The loss of every position: x[batch, seq, d_model], labels[batch, seq] -> [batch, seq] in fp32.
+
+    A `tied` head multiplies by the token table.
+    """
+    name = TABLE if tied else "lm_head.weight"
+    weight = b.parameter(name, "vocab", "d_model", shared=tied)
+    logits = b.contract(x, weight, "lm_head", ("batch", "seq", "vocab"))
+    return cross_entropy(b, logits, labels)
+
+
+def cross_entropy(b: Builder, logits: Tensor, labels: Tensor) -> Tensor:
+    """log sum exp(logits) - logit of the label, without ever gathering the vocabulary."""
+    with b.scope("loss"):
+        maximum = b.op("logits_max", [logits], "max")[0]
+        target = b.op("target_logit", [logits, labels], "target")[0]
+        total = b.op("sum_exp", [logits, maximum], "sum_exp")[0]
+        return b.op("loss", [maximum, total, target], "nll")[0]
