@@ -9,7 +9,7 @@ parameters), `compute` and `comm` (the last node before it on the compute and on
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["Ref", "Template", "TemplateNode"]
 
@@ -63,7 +63,8 @@ class Template:
     """The nodes of one block in one phase, in program order.
 
     `block` and `phase` name it; `output` is what makes the tensor it hands on (its activation, or its cotangent).
-    `gradients` maps parameters to the index of the node after which their gradient is complete.
+    `gradients` maps parameters to the index of the node after which their gradient is complete. `numbers` are those
+    an instance is named by: `layer`, `micro_batch`.
     """
 
     block: str
@@ -71,6 +72,7 @@ class Template:
     nodes: tuple[TemplateNode, ...]
     output: Ref | None = None
     gradients: Mapping[str, int] = field(default_factory=dict)
+    numbers: tuple[str, ...] = ("layer", "micro_batch")
 
     def last(self, stream: str) -> int | None:
         """The index of the last node on the `compute`, `comm` or `recv` stream, or None."""
@@ -89,8 +91,6 @@ class Template:
 
 def chain(nodes: list[TemplateNode]) -> tuple[TemplateNode, ...]:
     """The nodes with each stream's order added as dependencies: compute, communication and receives."""
-    from dataclasses import replace
-
     last: dict[str, Ref] = {}
     chained = []
     for i, node in enumerate(nodes):
