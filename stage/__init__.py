@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stage.model import Model as Model
     from stage.model import SizeValue as SizeValue
     from stage.strategy import Strategy as Strategy
-    from stage.strategy import load_strategy as load_strategy
+    from stage.catalog import load_strategy as load_strategy
     from stage.symbols import size as size
     from stage.synthesis import synthesize as synthesize
     from stage.tensor import Dim as Dim
@@ -38,7 +38,7 @@ _HOME = {
     "Tensor": "stage.tensor",
     "TraceSet": "stage.trace.traceset",
     "load_model": "stage.catalog",
-    "load_strategy": "stage.strategy",
+    "load_strategy": "stage.catalog",
     "size": "stage.symbols",
     "synthesize": "stage.synthesis",
 }
