@@ -7,18 +7,21 @@ from stage import Block, Builder, HFConfig, Model, SizeValue, Tensor, blocks
 
 MODEL_TYPES = ("llama",)
 
+
+def _sizes(layers: int, d_model: int, d_ff: int, heads: int, kv_heads: int, vocab: int, seq: int) -> dict[str, SizeValue]:
+    shape = {"layers": layers, "d_model": d_model, "d_ff": d_ff, "heads": heads, "kv_heads": kv_heads, "head_dim": 128}
+    return {**shape, "vocab": vocab, "seq": seq, "tied": False}
+
+
 VARIANTS: dict[str, dict[str, SizeValue]] = {
-    name: {"layers": n, "d_model": d, "d_ff": f, "heads": h, "kv_heads": kv, "head_dim": 128, "vocab": v, "seq": s, "tied": False}
-    for name, n, d, f, h, kv, v, s in [
-        ("llama2-7b", 32, 4096, 11008, 32, 32, 32000, 4096),
-        ("llama2-13b", 40, 5120, 13824, 40, 40, 32000, 4096),
-        ("llama2-70b", 80, 8192, 28672, 64, 8, 32000, 4096),
-        ("llama3-8b", 32, 4096, 14336, 32, 8, 128256, 8192),
-        ("llama3-70b", 80, 8192, 28672, 64, 8, 128256, 8192),
-        ("llama3.1-8b", 32, 4096, 14336, 32, 8, 128256, 131072),
-        ("llama3.1-70b", 80, 8192, 28672, 64, 8, 128256, 131072),
-        ("llama3.1-405b", 126, 16384, 53248, 128, 8, 128256, 131072),
-    ]
+    "llama2-7b": _sizes(32, 4096, 11008, 32, 32, 32000, 4096),
+    "llama2-13b": _sizes(40, 5120, 13824, 40, 40, 32000, 4096),
+    "llama2-70b": _sizes(80, 8192, 28672, 64, 8, 32000, 4096),
+    "llama3-8b": _sizes(32, 4096, 14336, 32, 8, 128256, 8192),
+    "llama3-70b": _sizes(80, 8192, 28672, 64, 8, 128256, 8192),
+    "llama3.1-8b": _sizes(32, 4096, 14336, 32, 8, 128256, 131072),
+    "llama3.1-70b": _sizes(80, 8192, 28672, 64, 8, 128256, 131072),
+    "llama3.1-405b": _sizes(126, 16384, 53248, 128, 8, 128256, 131072),
 }
 ALIASES = {"llama3-405b": "llama3.1-405b"}
 
