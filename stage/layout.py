@@ -12,7 +12,6 @@ Invariants:
 * the dual of the dual is the layout itself.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -205,6 +204,3 @@ def _shard_orders(operands: tuple[Operand, ...], where: str) -> dict[str, tuple[
     return orders
 
 
-def shard_count(layout: Layout, mesh: Mesh) -> int:
-    """The number of different shards of a tensor with this layout."""
-    return math.prod(mesh.degree(atom) for atom in layout.sharding)
