@@ -28,12 +28,12 @@ def moe(
     counts = b.op(
         "count_tokens", [chosen], "count", dims=(Dim("sources", size("sources")), Dim("router", experts.size)), dtype="int64"
     )[0]
-    y = b.op("permute", [x, chosen], "permute", dims=(experts, slots, hidden))[0]
-    weights = b.op("permute", [probs, chosen], "permute_probs", dims=(experts, slots))[0]
+    y = b.op("permute_tokens", [x, chosen], "permute", dims=(experts, slots, hidden))[0]
+    weights = b.op("permute_tokens", [probs, chosen], "permute_probs", dims=(experts, slots))[0]
     y = b.op("sort_by_expert", [counts, y], "sort")[0]
     y = _experts(b, y, weights, function, expert_bias)
     y = b.op("sort_by_expert", [counts, y], "unsort")[0]
-    return b.op("unpermute", [y, chosen], "unpermute", dims=x.dims)[0]
+    return b.op("unpermute_tokens", [y, chosen], "unpermute", dims=x.dims)[0]
 
 
 def _experts(b: Builder, y: Tensor, weights: Tensor, function: str, bias: bool) -> Tensor:

@@ -1,6 +1,6 @@
 """Mixture of experts: routing, and moving tokens between their order in the batch and their experts.
 
-`permute` copies each token once per expert that wants it: x[batch, seq, d_model] -> [experts, slots, d_model],
+`permute_tokens` copies each token once per expert that wants it: x[batch, seq, d_model] -> [experts, slots, d_model],
 where `slots` are the places of one expert, batch x seq x top_k / experts of them when loads are balanced. Before
 it every device holds slots of all experts for its own tokens (so `slots` is sharded as batch and seq are); for the
 grouped GEMM `experts` is sharded and the slots of an expert come together. The reshard between the two **is**
@@ -70,18 +70,18 @@ def _permute_transpose(tape: Tape, node: Any) -> None:
     x, indices = node.inputs
     cotangent = tape.cotangent(node.outputs[0])
     assert cotangent is not None
-    tape.emit("unpermute", [cotangent, tape.saved(indices)], [x])
+    tape.emit("unpermute_tokens", [cotangent, tape.saved(indices)], [x])
 
 
 def _unpermute_transpose(tape: Tape, node: Any) -> None:
     y, indices = node.inputs
     cotangent = tape.cotangent(node.outputs[0])
     assert cotangent is not None
-    tape.emit("permute", [cotangent, tape.saved(indices)], [y])
+    tape.emit("permute_tokens", [cotangent, tape.saved(indices)], [y])
 
 
-PERMUTE = register(Op("permute", _given, _permute_transpose, _moved, factors=_token_factors, bytes=_bytes))
-UNPERMUTE = register(Op("unpermute", _given, _unpermute_transpose, _moved, factors=_token_factors, bytes=_bytes))
+PERMUTE = register(Op("permute_tokens", _given, _permute_transpose, _moved, factors=_token_factors, bytes=_bytes))
+UNPERMUTE = register(Op("unpermute_tokens", _given, _unpermute_transpose, _moved, factors=_token_factors, bytes=_bytes))
 COUNT_TOKENS = register(Op("count_tokens", _given, None, lambda a, i, o: i[0].elements, factors=_token_factors))
 
 
