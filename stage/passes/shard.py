@@ -151,7 +151,7 @@ class _Sharder:
                 self.layouts[name] = rest_layout(self.tensors[name], self.table, self.mesh, self.sizes)
         for node in self.graph.nodes:
             self._place(node)
-        outputs = tuple(self._at_rest(name) for name in self.graph.outputs)
+        outputs = tuple(self._at_rest(name) if self._passed_on(name) else name for name in self.graph.outputs)
         return Graph(self.graph.name, self.tensors, tuple(self.nodes), self.graph.inputs, outputs, self.layouts).check()
 
     def _place(self, node: Node) -> None:
@@ -192,6 +192,10 @@ class _Sharder:
         if agreed and name not in self.graph.outputs:
             return most
         return rest_layout(self.tensors[name], self.table, self.mesh, self.sizes)
+
+    def _passed_on(self, name: str) -> bool:
+        """Whether the next block reads this output; a loss ends the program and stays where it was made."""
+        return self.tensors[name].dtype == "compute" or bool(self.layouts[name].pending)
 
     def _at_rest(self, name: str) -> str:
         return self._move(name, rest_layout(self.tensors[name], self.table, self.mesh, self.sizes))
