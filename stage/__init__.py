@@ -7,14 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stage import blocks
-    from stage.errors import StageError
+    from stage import blocks, decoder
+    from stage.errors import ModelError, StageError
     from stage.graph import Builder
     from stage.hf import HFConfig
     from stage.model import Block, Model, SizeValue
     from stage.symbols import size
     from stage.synthesis import synthesize
-    from stage.tensor import Dim, Tensor
+    from stage.tensor import Dim, Size, Tensor
     from stage.trace.traceset import TraceSet
 
 __all__ = [
@@ -23,11 +23,14 @@ __all__ = [
     "Dim",
     "HFConfig",
     "Model",
+    "ModelError",
+    "Size",
     "SizeValue",
     "StageError",
     "Tensor",
     "TraceSet",
     "blocks",
+    "decoder",
     "size",
     "synthesize",
 ]
@@ -40,6 +43,8 @@ _HOMES = {
     "Dim": "stage.tensor",
     "HFConfig": "stage.hf",
     "Model": "stage.model",
+    "ModelError": "stage.errors",
+    "Size": "stage.tensor",
     "SizeValue": "stage.model",
     "StageError": "stage.errors",
     "Tensor": "stage.tensor",
@@ -50,8 +55,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "blocks":
-        return import_module("stage.blocks")
+    if name in ("blocks", "decoder"):
+        return import_module(f"stage.{name}")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'stage' has no attribute {name!r}")
