@@ -203,10 +203,11 @@ class _Draft:
                 if run:
                     self._step(run, state, dim)
         swapped = self._swapped()
-        if swapped != self.dims or any(self._buried(dim) for dim in range(len(self.dims))):
+        if swapped != self.dims:
             self._permute(swapped)
-        while self._send():
-            pass
+        while any(self._moving(dim) for dim in range(len(self.dims))):
+            if not self._send():
+                self._permute(self.dims)
         self._permute(self.dims)
 
     def _moving(self, dim: int) -> tuple[str, ...]:
@@ -219,17 +220,15 @@ class _Draft:
         return dim not in self.unordered and self.dims[dim][len(self.dims[dim]) - len(moving) :] != moving
 
     def _send(self) -> bool:
-        """Move the last atoms of some dim that belong to one other dim, to its end."""
+        """Move the last atoms of some dim that belong to one other dim to its end, if any can leave."""
         for src in range(len(self.dims)):
             moving = self._moving(src)
-            if moving:
+            if moving and not self._buried(src):
                 dst = self.target[moving[-1]]
                 assert isinstance(dst, int)
-                if src in self.unordered:
-                    run = tuple(atom for atom in moving if self.target[atom] == dst)
-                else:
-                    run = tuple(takewhile(lambda atom, to=dst: self.target[atom] == to, reversed(moving)))
-                self._step(tuple(sorted(run, key=self.goal[dst].index)), src, dst)
+                ends = [self.target[atom] == dst for atom in reversed(moving)]
+                count = len(ends) if all(ends) else ends.index(False)
+                self._step(tuple(sorted(moving[-count:], key=self.goal[dst].index)), src, dst)
                 return True
         return False
 

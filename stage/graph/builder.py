@@ -67,11 +67,11 @@ class Builder:
         self._inputs.append(name)
         return tensor
 
-    def parameter(self, name: str, *dims: str | Dim, shared: bool = False) -> Tensor:
-        """A learned tensor. A `shared` one is named without scope, so that blocks can tie it."""
+    def parameter(self, name: str, *dims: str | Dim, shared: bool = False, rows: int = 1) -> Tensor:
+        """A learned tensor whose first `rows` dims are its rows. A `shared` one is named without scope, to be tied."""
         full = name if shared else self._full(name)
         if full not in self._tensors:
-            self._tensors[full] = Tensor(full, self._dims(dims), "compute", "parameter")
+            self._tensors[full] = Tensor(full, self._dims(dims), "compute", "parameter", rows, shared)
         return self._tensors[full]
 
     def _dims(self, dims: Sequence[str | Dim]) -> tuple[Dim, ...]:
@@ -100,7 +100,7 @@ class Builder:
     def linear(self, x: Tensor, name: str, over: Sequence[str], out: Sequence[str | Dim], bias: bool = False) -> Tensor:
         """x times a weight over the dimensions `over`, which become `out`; a bias is added by the epilogue."""
         dims = self._dims(out)
-        weight = self.parameter(f"{name}.weight", *(Dim(d, x.size(d)) for d in over), *dims)
+        weight = self.parameter(f"{name}.weight", *dims, *(Dim(d, x.size(d)) for d in over), rows=len(dims))
         keep = [d for d in x.dim_names if d not in over]
         result = [*keep, *(d.name for d in dims)]
         offset = self.parameter(f"{name}.bias", *dims) if bias else None
