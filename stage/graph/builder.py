@@ -77,7 +77,7 @@ class Builder:
     def _dims(self, dims: Sequence[str | Dim]) -> tuple[Dim, ...]:
         return tuple(self.dim(d) if isinstance(d, str) else d for d in dims)
 
-    def op(self, kind: str, inputs: Sequence[Tensor], name: str, **attrs: Any) -> tuple[Tensor, ...]:
+    def op(self, kind: str, inputs: Sequence[Tensor], name: str, /, **attrs: Any) -> tuple[Tensor, ...]:
         """Apply an op; its results, however many."""
         full = self._full(name)
         shapes = get_op(kind).infer(attrs, inputs)
