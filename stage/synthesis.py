@@ -96,7 +96,8 @@ def job(request: Request) -> Job:
 
 def _lowered(request: Request, block: Block, concrete: Concrete) -> _Kind:
     both = sharded_block(request, block)
-    forward, backward = lower(both, concrete, gathered=request.strategy.zero == 3)
+    numbers = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
+    forward, backward = lower(both, concrete, gathered=request.strategy.zero == 3, numbers=numbers)
     return _Kind(forward, backward, tuple(unit_parameters(both.forward, concrete)))
 
 

@@ -35,7 +35,7 @@ def _backward_bytes(
     attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: Callable[[str], int]
 ) -> Size:
     """The cotangent is read; the rows of the gradient it is added to are read and written."""
-    dy, ids = inputs
+    dy, ids = inputs[:2]
     return dy.elements * (width(dy.dtype) + 2 * width(outputs[0].dtype)) + ids.elements * width(ids.dtype)
 
 

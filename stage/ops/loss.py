@@ -64,7 +64,7 @@ def _target_backward_bytes(
     attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: Callable[[str], int]
 ) -> Size:
     """Adds at one logit a row: label and cotangent read, one element read and written."""
-    dy, labels = inputs
+    dy, labels = inputs[:2]
     return labels.elements * (width(labels.dtype) + width(dy.dtype) + 2 * width(outputs[0].dtype))
 
 

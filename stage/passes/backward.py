@@ -119,7 +119,7 @@ class _Tape:
 
     def _add(self, wrt: str, existing: str, cotangent: str) -> None:
         name = self._cotangent_of(wrt)
-        self._node("add", f"{name}.sum", (existing, cotangent), (name,), {})
+        self._node("add", f"{wrt}.cotangent_sum", (existing, cotangent), (name,), {})
         self.cotangents[wrt] = name
 
     def _node(self, op: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], attrs: dict[str, Any]) -> None:

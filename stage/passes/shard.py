@@ -147,10 +147,11 @@ class _Sharder:
 
     def run(self) -> Graph:
         for name in self.graph.inputs:
-            self.layouts[name] = rest_layout(self.tensors[name], self.table, self.mesh, self.sizes)
+            if self.tensors[name].role != "index":
+                self.layouts[name] = rest_layout(self.tensors[name], self.table, self.mesh, self.sizes)
         for node in self.graph.nodes:
             self._place(node)
-        outputs = tuple(self._at_rest(name) for name in self.graph.outputs)
+        outputs = tuple(self._at_rest(name) if self._passed_on(name) else name for name in self.graph.outputs)
         return Graph(self.graph.name, self.tensors, tuple(self.nodes), self.graph.inputs, outputs, self.layouts).check()
 
     def _place(self, node: Node) -> None:
@@ -166,25 +167,35 @@ class _Sharder:
 
     def _reshard(self, name: str, wanted: Layout) -> str:
         tensor = self.tensors[name]
-        if tensor.role == "parameter" and name not in self.layouts:
+        if name not in self.layouts:  # a parameter, or tokens: they are put where their first reader wants them
             self.layouts[name] = wanted
         have = self.layouts[name]
         if have == wanted:
             return name
-        if have.pending and (name, wanted) not in self.placed and self._disagree(name):
-            rest = rest_layout(tensor, self.table, self.mesh, self.sizes)
-            return self._move(self._move(name, rest), wanted)
+        if have.pending:
+            return self._move(self._move(name, self._resolved(name, wanted)), wanted)
         return self._move(name, wanted)
 
-    def _disagree(self, name: str) -> bool:
-        """Whether consumers of a pending tensor ask for different layouts, so that it is best resolved once."""
+    def _resolved(self, name: str, wanted: Layout) -> Layout:
+        """Where a pending tensor is reduced to, once for all who read it.
+
+        What they all ask for, up to invariant becoming replicated, which is free; else where it rests.
+        """
         asked = {
             self.wants[node.name][2][i]
             for node in self.consumers.get(name, ())
             for i, operand in enumerate(node.inputs)
             if operand == name
         }
-        return len(asked) > 1 or name in self.graph.outputs
+        most = max(asked | {wanted}, key=lambda layout: len(layout.invariant))
+        agreed = all(layout.dims == most.dims and layout.invariant <= most.invariant for layout in asked)
+        if agreed and name not in self.graph.outputs:
+            return most
+        return rest_layout(self.tensors[name], self.table, self.mesh, self.sizes)
+
+    def _passed_on(self, name: str) -> bool:
+        """Whether the next block reads this output; a loss ends the program and stays where it was made."""
+        return self.tensors[name].dtype == "compute" or bool(self.layouts[name].pending)
 
     def _at_rest(self, name: str) -> str:
         return self._move(name, rest_layout(self.tensors[name], self.table, self.mesh, self.sizes))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from stage.trace.buckets import Bucket
 from stage.trace.groups import PIPELINE_ENDS
 from stage.trace.parameters import Parameter
-from stage.trace.plan import StagePlan, StepPlan
+from stage.trace.plan import StagePlan, StepPlan, UnitPlan
 from stage.trace.program import Assembly
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
@@ -52,7 +52,7 @@ class DataParallel:
             return -1
         key = (plan.kind, 0 if plan.layer >= 0 else unit, phase)
         if key not in self.gathers:
-            self.gathers[key] = self._gather_template(plan.kind, plan.parameters, phase)
+            self.gathers[key] = self._gather_template(plan, phase)
         template = self.gathers[key]
         if template is None:
             return -1
@@ -60,17 +60,17 @@ class DataParallel:
         placed = self.assembly.place(template, layer=plan.layer, micro_batch=micro_batch, free=limit)
         return placed.base + len(template.nodes) - 1
 
-    def _gather_template(self, kind: str, parameters: tuple[Parameter, ...], phase: str) -> Template | None:
+    def _gather_template(self, unit: UnitPlan, phase: str) -> Template | None:
         width = self.step.widths["compute"]
         nodes = [
             TemplateNode(
                 f"parameters{suffix}.all_gather", "all_gather", "all_gather", _shard_elements(group, self.step, axes) * width,
                 axes=axes, deps=(Ref("port", "free"),), dtype=self.step.dtype, phase=phase,
             )
-            for suffix, axes, group in _by_axes(parameters, self.step)
+            for suffix, axes, group in _by_axes(unit.parameters, self.step)
             if axes
         ]
-        return Template(kind, phase, chain(nodes)) if nodes else None
+        return Template(unit.kind, phase, chain(nodes), numbers=unit.forward.numbers) if nodes else None
 
     # ---- gradients --------------------------------------------------------------------------------------------
 
@@ -91,14 +91,14 @@ class DataParallel:
         plan = self.plan.units[unit]
         key = (plan.kind, 0 if plan.layer >= 0 else unit)
         if key not in self.scatters:
-            self.scatters[key] = self._scatter_template(plan.kind, plan.parameters)
+            self.scatters[key] = self._scatter_template(plan)
         template = self.scatters[key]
         if template is not None:
             self.assembly.place(template, layer=plan.layer, micro_batch=micro_batch, grad=ready)
 
-    def _scatter_template(self, kind: str, parameters: tuple[Parameter, ...]) -> Template | None:
+    def _scatter_template(self, unit: UnitPlan) -> Template | None:
         nodes: list[TemplateNode] = []
-        for suffix, axes, group in _by_axes(parameters, self.step):
+        for suffix, axes, group in _by_axes(unit.parameters, self.step):
             shard = _shard_elements(group, self.step, axes)
             whole = shard * self.step.mesh.degree(axes)
             _, replicate = self.step.sharding.split(group[0].data)
@@ -108,7 +108,7 @@ class DataParallel:
                 deps = (Ref("self", len(nodes) - 1),)
             if replicate:
                 nodes.append(self._comm(f"gradients{suffix}.all_reduce", "all_reduce", shard, replicate, deps, "backward"))
-        return Template(kind, "backward", chain(nodes)) if nodes else None
+        return Template(unit.kind, "backward", chain(nodes), numbers=unit.forward.numbers) if nodes else None
 
     def _comm(
         self, name: str, kind: str, elements: int, axes: tuple[str, ...], deps: tuple[Ref, ...], phase: str

@@ -56,8 +56,8 @@ class Image:
 
     `ids` has a row (position, source, offset) for each id and dependency; source 0 is the instance's own base, 1 that
     of its forward instance, 2 + k its port k. `fields` maps `layer micro_batch step tag` to positions of varints, and
-    `digits` to positions of text. `groups` maps axes to the positions of their names, `peers` a distance in stages to
-    positions of ranks.
+    `digits` to positions of text. `groups` maps axes to the positions of their names, `peers` a distance in stages (0
+    is the rank itself) to positions of ranks.
     """
 
     data: Bytes
@@ -158,8 +158,9 @@ class _Encoder:
             found.append((attribute("axes", "string_val", " ".join(node.axes)), None))
         else:
             found.append((attribute("comm_size", "int64_val", node.bytes), None))
-            key = "comm_dst" if node.kind == "send" else "comm_src"
-            found.append((attribute(key, "int32_val", 0, width=PEER_WIDTH), ("peer", node.peer, PEER_WIDTH)))
+            ends = (0, node.peer) if node.kind == "send" else (node.peer, 0)
+            for key, distance in zip(("comm_src", "comm_dst"), ends, strict=True):
+                found.append((attribute(key, "int32_val", 0, width=PEER_WIDTH), ("peer", distance, PEER_WIDTH)))
             found.append((attribute("comm_tag", "int32_val", 0, width=TAG_WIDTH), ("field", "tag", TAG_WIDTH)))
         found += [(attribute(k, "string_val", v), None) for k, v in _texts(node) if v]
         widths = {"layer": LAYER_WIDTH, "micro_batch": MICRO_BATCH_WIDTH}

@@ -110,8 +110,10 @@ def _shapes(ins: list[Tensor], outs: list[Tensor]) -> str:
     return "->".join(part for part in text if part)
 
 
-def lower(block: Differentiated, concrete: Concrete, *, gathered: bool = False) -> tuple[Template, Template]:
-    """The templates of a block's forward and backward.
+def lower(
+    block: Differentiated, concrete: Concrete, *, gathered: bool = False, numbers: tuple[str, ...] = ("micro_batch",)
+) -> tuple[Template, Template]:
+    """The templates of a block's forward and backward, whose instances are named by `numbers`.
 
     With `gathered` parameters (FSDP) every node that reads one depends on the port `weights`. The first input of the
     forward graph is the port `x`; the first seed of the backward graph the port `dy`.
@@ -119,7 +121,7 @@ def lower(block: Differentiated, concrete: Concrete, *, gathered: bool = False) 
     forward, backward = block.forward, block.backward
     x = forward.inputs[0]
     ahead = _Lowering(forward, concrete, lambda name: Ref("port", "x") if name == x else None, gathered)
-    first = Template(forward.name, "forward", chain(ahead.run()), _single(ahead.refs(forward.outputs[0])))
+    first = Template(forward.name, "forward", chain(ahead.run()), _single(ahead.refs(forward.outputs[0])), numbers=numbers)
 
     def outside(name: str) -> Ref | None:
         if name in block.seeds:
@@ -134,7 +136,7 @@ def lower(block: Differentiated, concrete: Concrete, *, gathered: bool = False) 
     cotangent = block.cotangents[0] if block.cotangents else None
     complete = {p: _index(behind.refs(t)) for p, t in block.gradients.items()}
     output = _single(behind.refs(cotangent)) if cotangent else None
-    return first, Template(forward.name, "backward", nodes, output, complete)
+    return first, Template(forward.name, "backward", nodes, output, complete, numbers)
 
 
 def _single(refs: tuple[Ref, ...]) -> Ref | None:

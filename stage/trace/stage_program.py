@@ -4,8 +4,6 @@ Program order is the order of issue on every rank of the stage, so collectives h
 group. Receives are chained among themselves and stand right before their use; sends right after what they send.
 """
 
-from dataclasses import dataclass, field
-
 from stage.pipeline.schedule import order
 from stage.trace.data_parallel import DataParallel
 from stage.trace.plan import StagePlan, StepPlan, UnitPlan
@@ -17,19 +15,16 @@ __all__ = ["stage_program"]
 FORWARD, BACKWARD = 0, 1
 
 
-@dataclass(slots=True)
 class _Stage:
     """A stage's program while it is put together."""
 
-    plan: StagePlan
-    step: StepPlan
-    assembly: Assembly = field(default_factory=Assembly)
-    forwards: dict[tuple[int, int], Instance] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.data = DataParallel(self.plan, self.step, self.assembly)
+    def __init__(self, plan: StagePlan, step: StepPlan) -> None:
+        self.plan, self.step = plan, step
+        self.assembly = Assembly()
+        self.forwards: dict[tuple[int, int], Instance] = {}
+        self.data = DataParallel(plan, step, self.assembly)
         self.pipes = {
-            (kind, peer): _message(kind, peer, direction, self.step)
+            (kind, peer): _message(kind, peer, direction, step)
             for kind, peer, direction in (("recv", -1, FORWARD), ("send", 1, FORWARD), ("recv", 1, BACKWARD), ("send", -1, BACKWARD))
         }
 
