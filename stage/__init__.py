@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stage import blocks as blocks
+    from stage import decoder as decoder
     from stage.catalog import load_model as load_model
+    from stage.errors import ModelError as ModelError
     from stage.errors import StageError as StageError
     from stage.graph import Builder as Builder
     from stage.hf import HFConfig as HFConfig
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from stage.symbols import size as size
     from stage.synthesis import synthesize as synthesize
     from stage.tensor import Dim as Dim
+    from stage.tensor import Size as Size
     from stage.tensor import Tensor as Tensor
     from stage.trace.traceset import TraceSet as TraceSet
 
@@ -32,6 +35,8 @@ _HOME = {
     "Dim": "stage.tensor",
     "HFConfig": "stage.hf",
     "Model": "stage.model",
+    "ModelError": "stage.errors",
+    "Size": "stage.tensor",
     "SizeValue": "stage.model",
     "StageError": "stage.errors",
     "Strategy": "stage.strategy",
@@ -49,6 +54,8 @@ __all__ = [
     "Dim",
     "HFConfig",
     "Model",
+    "ModelError",
+    "Size",
     "SizeValue",
     "StageError",
     "Strategy",
@@ -56,6 +63,7 @@ __all__ = [
     "TraceSet",
     "__version__",
     "blocks",
+    "decoder",
     "load_model",
     "load_strategy",
     "size",
@@ -65,8 +73,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The public name `name`, imported from the module that defines it."""
-    if name == "blocks":
-        return import_module("stage.blocks")
+    if name in ("blocks", "decoder"):
+        return import_module(f"stage.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'stage' has no attribute {name!r}")

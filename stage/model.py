@@ -14,8 +14,9 @@ from stage.tensor import Tensor
 
 __all__ = ["Block", "Model", "SizeValue", "block_graph"]
 
-SizeValue = int | bool
-"""A size is a positive int; a bool switches a part on or off (`tied`, `qkv_bias`)."""
+SizeValue = int | bool | tuple[int, ...]
+"""A size is a positive int; a bool switches a part on or off (`tied`, `attention_bias`); a tuple says something of
+each layer in turn (`window_pattern`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Model:
     """The blocks of a model in order, and its sizes.
 
     `sizes` holds every named size by value: `layers d_model heads vocab seq ...`; `seq` is the model's own sequence
-    length. `tied` says that the head multiplies by the token table.
+    length. `tied` says that the head's block has the token table too, to multiply by it or to look tokens up.
     """
 
     name: str
@@ -54,7 +55,11 @@ class Model:
     @property
     def values(self) -> dict[str, int]:
         """The sizes that are numbers."""
-        return {name: int(value) for name, value in self.sizes.items() if not isinstance(value, bool)}
+        return {
+            name: value
+            for name, value in self.sizes.items()
+            if isinstance(value, int) and not isinstance(value, bool)
+        }
 
     @property
     def blocks(self) -> tuple[Block, ...]:

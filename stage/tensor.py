@@ -37,7 +37,8 @@ class Tensor:
 
     `role` is one of `activation`, `parameter`, `gradient` (of a parameter) and `index` (integers that take
     no part in differentiation). `dtype` is a dtype's name, or one of `DTYPES`. The first `rows` dimensions of a
-    parameter are the rows of its matrix, by which FSDP shards it.
+    parameter are the rows of its matrix, by which FSDP shards it; a `shared` parameter is one and the same in every
+    block that names it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Tensor:
     dtype: str = "compute"
     role: str = "activation"
     rows: int = 1
+    shared: bool = False
 
     def __post_init__(self) -> None:
         names = [dim.name for dim in self.dims]

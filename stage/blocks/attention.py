@@ -20,11 +20,11 @@ def attention(
     sinks: bool = False,
     window: Size | None = None,
 ) -> Tensor:
-    """Projections, rotary embedding and attention: x[batch, seq, d_model] -> [batch, seq, heads, head_dim].
+    """Projections, rotary embedding, attention, output projection: x[batch, seq, d_model] -> the same.
 
-    `bias` adds biases to q, k and v; `qk_norm` normalizes q and k over `head_dim` (Qwen3); `sinks` gives each head a
-    learned logit that takes part in the softmax (gpt-oss); `window` is a sliding window in tokens. The output
-    projection is `output_projection`.
+    `bias` adds biases to q, k and v (one of the output is added by `residual`); `qk_norm` normalizes q and k over
+    `head_dim` (Qwen3); `sinks` gives each head a learned logit that takes part in the softmax (gpt-oss); `window` is
+    a sliding window in tokens.
     """
     q = b.linear(x, "q_proj", ["d_model"], ["heads", "head_dim"], bias=bias)
     k = b.linear(x, "k_proj", ["d_model"], ["kv_heads", "head_dim"], bias=bias)

@@ -3,10 +3,16 @@
 from stage.graph import Builder
 from stage.tensor import Tensor
 
-__all__ = ["learned_positions", "token_embedding"]
+__all__ = ["TABLE", "embedding", "learned_positions", "token_embedding"]
 
 TABLE = "embedding.weight"
 """The name of the token table, the same in every block that shares it."""
+
+
+def embedding(b: Builder, tokens: Tensor, *, positions: bool = False) -> Tensor:
+    """Tokens to vectors, with learned `positions` if asked for: tokens[batch, seq] -> [batch, seq, d_model]."""
+    x = token_embedding(b, tokens)
+    return b.dropout("embedding_dropout", learned_positions(b, x) if positions else x)
 
 
 def token_embedding(b: Builder, tokens: Tensor) -> Tensor:

@@ -1,20 +1,29 @@
 """The last block: logits and loss."""
 
+from typing import Protocol
+
 from stage.blocks.embedding import TABLE
+from stage.blocks.norm import rms_norm
 from stage.graph import Builder
 from stage.tensor import Tensor
 
 __all__ = ["cross_entropy", "lm_head"]
 
 
-def lm_head(b: Builder, x: Tensor, labels: Tensor, *, tied: bool = False) -> Tensor:
+class Norm(Protocol):
+    """A normalization over `d_model`: `rms_norm` or `layer_norm`."""
+
+    def __call__(self, b: Builder, x: Tensor, name: str, /) -> Tensor:
+        """The normalized x."""
+
+
+def lm_head(b: Builder, x: Tensor, labels: Tensor, *, norm: Norm = rms_norm, tied: bool = False) -> Tensor:
     """The loss of every position: x[batch, seq, d_model], labels[batch, seq] -> [batch, seq] in fp32.
 
-    A `tied` head multiplies by the token table.
+    x is normalized first. A `tied` head multiplies by the token table; every head of a block has the same weight.
     """
-    name = TABLE if tied else "lm_head.weight"
-    weight = b.parameter(name, "vocab", "d_model", shared=tied)
-    logits = b.contract(x, weight, "lm_head", ("batch", "seq", "vocab"))
+    weight = b.parameter(TABLE if tied else "lm_head.weight", "vocab", "d_model", shared=True)
+    logits = b.contract(norm(b, x, "norm"), weight, "lm_head", ("batch", "seq", "vocab"))
     return cross_entropy(b, logits, labels)
 
 

@@ -71,7 +71,7 @@ class Builder:
         """A learned tensor whose first `rows` dims are its rows. A `shared` one is named without scope, to be tied."""
         full = name if shared else self._full(name)
         if full not in self._tensors:
-            self._tensors[full] = Tensor(full, self._dims(dims), "compute", "parameter", rows)
+            self._tensors[full] = Tensor(full, self._dims(dims), "compute", "parameter", rows, shared)
         return self._tensors[full]
 
     def _dims(self, dims: Sequence[str | Dim]) -> tuple[Dim, ...]:
