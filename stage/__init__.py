@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stage.catalog import load_model as load_model
+    from stage.catalog import load_strategy as load_strategy
     from stage.errors import StageError as StageError
     from stage.hf import HFConfig as HFConfig
     from stage.strategy import Strategy as Strategy
-    from stage.strategy import load_strategy as load_strategy
 
 __version__ = "0.1.0"
 
@@ -21,7 +21,7 @@ _HOME = {
     "StageError": "stage.errors",
     "Strategy": "stage.strategy",
     "load_model": "stage.catalog",
-    "load_strategy": "stage.strategy",
+    "load_strategy": "stage.catalog",
 }
 
 __all__ = ["HFConfig", "StageError", "Strategy", "__version__", "load_model", "load_strategy"]
