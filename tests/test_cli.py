@@ -206,7 +206,7 @@ def test_show_prints_what_the_library_reports(monkeypatch: pytest.MonkeyPatch, c
         asked.append((model, options))
         return report
 
-    monkeypatch.setattr(stage, "model_summary", model_summary, raising=False)
+    stand_in(monkeypatch, "stage.summary", model_summary=model_summary, trace_summary=None)
     line = "show toy --strategy megatron --batch 4 --seq 8 --mask full --set a=1 --json"
     assert main(line.split()) == 0
     assert json.loads(capsys.readouterr().out) == report
@@ -254,7 +254,7 @@ def test_show_of_a_folder_of_traces(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     def trace_summary(path: Path, rank: int | None = None) -> dict[str, object]:
         return {"path": str(path), "rank": rank}
 
-    monkeypatch.setattr(stage, "trace_summary", trace_summary, raising=False)
+    stand_in(monkeypatch, "stage.summary", model_summary=None, trace_summary=trace_summary)
     assert main(["show", str(tmp_path), "--rank", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"path": str(tmp_path), "rank": 3}
     assert main(["show", str(tmp_path), "--seq", "3"]) == 2

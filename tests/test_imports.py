@@ -15,13 +15,19 @@ STRATEGIES = sorted((ROOT / "parallelism").glob("*.toml"))
 LEVELS = (
     ("errors",),
     ("symbols",),
-    ("mesh", "layout"),
+    ("mesh",),
+    ("layout",),
+    ("step",),
+    ("draft",),
     ("reshard",),
+    ("tensor",),
     ("ops",),
     ("graph",),
-    ("blocks",),
-    ("passes",),
     ("hf", "modelfile", "strategy"),
+    ("model",),
+    ("blocks",),
+    ("decoder",),
+    ("passes",),
     ("pipeline",),
     ("trace",),
     ("cost",),
@@ -32,7 +38,7 @@ LEVELS = (
     ("__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-MODEL_IMPORTS = {"__future__", "collections", "dataclasses", "typing", "stage"}
+MODEL_IMPORTS = {"__future__", "collections", "dataclasses", "functools", "itertools", "math", "typing", "stage"}
 
 
 def imported(path: Path) -> Iterator[str]:
