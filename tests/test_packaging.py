@@ -100,7 +100,7 @@ def test_declared_dependencies_install_and_suffice(wheel: Path, tmp_path: Path) 
 def test_every_import_of_the_engine_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[<>=\[]", line)[0].lower() for line in project["dependencies"]}
-    imports = set()
+    imports: set[str] = set()
     for path in (ROOT / "stage").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):

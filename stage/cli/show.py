@@ -45,20 +45,22 @@ def show(
     json: Json = False,
 ) -> None:
     """Print the summary of a model or of a trace set."""
-    from stage.summary import model_summary, trace_summary
-
     given = parse_sizes(sizes or [])
     if _is_trace_set(Path(target)):
         if strategy is not None or batch is not None or seq is not None or given:
             raise StageError(
                 f"{target}: is a folder of traces; --strategy, --batch, --seq and --set are for models"
             )
+        from stage.summary import trace_summary
+
         report = trace_summary(Path(target), rank=rank)
     elif rank is not None:
         raise StageError(
             f"{target}: holds no traces, so it has no rank {rank}; --rank is for folders of traces"
         )
     else:
+        from stage.summary import model_summary
+
         report = model_summary(
             target,
             strategy=strategy,
