@@ -63,7 +63,9 @@ class _Tape:
 
     def saved(self, tensor: str) -> str:
         producer = self.producers.get(tensor)
-        if producer is None or producer.op != "all_gather" or not set(producer.attrs["step"].axes) <= self.regather:
+        if producer is None or producer.op != "all_gather" or self.tensors[tensor].role == "index":
+            return tensor
+        if not set(producer.attrs["step"].axes) <= self.regather:
             return tensor
         if tensor not in self.again:
             source = self.saved(producer.inputs[0])

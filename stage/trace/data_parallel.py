@@ -83,9 +83,11 @@ class DataParallel:
         if self._sharded:
             self._scatter(unit, micro_batch, ready)
             return
-        for i, bucket in enumerate(self.plan.buckets):
-            if bucket.unit == unit and (self.step.overlap or self.step.per_micro_batch):
-                self._reduce(i, bucket, micro_batch, ready)
+        if not (self.step.overlap or self.step.per_micro_batch):
+            return
+        complete = [(i, bucket) for i, bucket in enumerate(self.plan.buckets) if bucket.unit == unit]
+        for i, bucket in sorted(complete, key=lambda item: not item[1].expert):  # experts stand behind attention
+            self._reduce(i, bucket, micro_batch, ready)
 
     def _scatter(self, unit: int, micro_batch: int, ready: int) -> None:
         plan = self.plan.units[unit]
@@ -210,14 +212,19 @@ class DataParallel:
         return nodes
 
     def _norm_axes(self) -> list[tuple[str, ...]]:
-        """Over which ranks a gradient norm is summed: all whose shards differ."""
-        atoms = tuple(name for name, _ in self.step.mesh.atoms)
-        if self.step.sharding.zero:
-            return [atoms] if atoms else []
-        kinds = sorted({p.expert for unit in self.plan.units for p in unit.parameters})
-        copies = [set(self.step.mesh.expand(("edp",) if expert else ("dp", "cp"))) for expert in kinds]
+        """Over which ranks a gradient norm is summed: all whose shards differ.
+
+        Unsharded optimizers are two, one of the experts and one of all else, each with a norm of its own.
+        """
+        mesh, sharding = self.step.mesh, self.step.sharding
+        atoms = tuple(name for name, _ in mesh.atoms)
+        if sharding.zero:
+            copies = [sharding.replicate]
+        else:
+            kinds = sorted({p.expert for unit in self.plan.units for p in unit.parameters})
+            copies = [frozenset(mesh.expand(("edp",) if expert else ("dp", "cp"))) for expert in kinds]
         found = [tuple(a for a in atoms if a not in same) for same in copies]
-        return [axes for axes in dict.fromkeys(found) if axes]
+        return [axes for axes in found if axes]
 
 
 def _named_apart(nodes: list[TemplateNode]) -> list[TemplateNode]:
