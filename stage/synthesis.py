@@ -108,6 +108,8 @@ def _step_plan(request: Request, kinds: Mapping[Block, _Kind], widths: Mapping[s
     message = concrete.local(x, rest_layout(x, strategy.shard, mesh, concrete.sizes)).elements * widths["compute"]
     replicate = frozenset(mesh.expand(["dp_replicate"])) if strategy.dp_shard is not None else frozenset()
     sharding = Sharding(strategy.zero, replicate)
+    keep = strategy.reshard_after_forward
+    reshard = None if keep is True else () if keep is False else mesh.expand(["dp_shard"])
     tied = 0
     if model.tied and request.degrees["pp"] > 1:
         table = kinds[model.embedding].parameters[0]
@@ -117,7 +119,7 @@ def _step_plan(request: Request, kinds: Mapping[Block, _Kind], widths: Mapping[s
         stages=request.degrees["pp"], micro_batches=request.micro_batches, schedule=strategy.schedule, steps=request.steps,
         message=message, dtype=request.dtype, grad_dtype=request.grad_dtype,
         per_micro_batch=request.grad_reduce == "microbatch", overlap=strategy.overlap_grad, clip=request.clip,
-        tied_elements=tied, sharding=sharding, mesh=mesh, widths=widths,
+        tied_elements=tied, sharding=sharding, reshard=reshard, mesh=mesh, widths=widths,
     )
 
 
@@ -130,7 +132,9 @@ def _program(index: int, units: list[Unit], kinds: Mapping[Block, _Kind], step: 
         seen.update(p.name for p in own if unit.layer < 0)
         head = unit.block == request.model.head
         plans.append(UnitPlan(unit.block.kind, unit.layer, kind.forward, kind.backward, own, head))
-    buckets = plan_buckets([p.parameters for p in plans], step.sharding, step.mesh, request.strategy.bucket_size)
+    strategy = request.strategy
+    bucket_size = 0 if index and strategy.bucket_first_stage else strategy.bucket_size
+    buckets = plan_buckets([p.parameters for p in plans], step.sharding, step.mesh, bucket_size)
     return stage_program(StagePlan(index, tuple(plans), tuple(buckets)), step)
 
 

@@ -35,6 +35,7 @@ class DataParallel:
     gathers: dict[tuple[str, int, str], Template | None] = field(default_factory=dict)
     scatters: dict[tuple[str, int], Template | None] = field(default_factory=dict)
     synced: set[int] = field(default_factory=set)
+    whole: dict[int, int] = field(default_factory=dict)
     final: dict[str, Template] = field(default_factory=dict)
 
     @property
@@ -43,39 +44,49 @@ class DataParallel:
 
     # ---- parameters -------------------------------------------------------------------------------------------
 
-    def gather(self, unit: int, micro_batch: int, phase: str) -> int:
-        """The node that gathers a block's parameters; -1 where they are whole, or there is no such block."""
+    def gather(self, unit: int, micro_batch: int, phase: str, limit: int) -> int:
+        """The node that gathers a block's parameters, after the node `limit`.
+
+        It is -1 where they are sharded over nothing, or there is no such block; where they are still whole it is the
+        node that gathered them.
+        """
         if not self._sharded or not 0 <= unit < len(self.plan.units):
             return -1
         plan = self.plan.units[unit]
-        if plan.head and phase == "backward":
-            return -1
+        if unit in self.whole:
+            return self.whole[unit]
         key = (plan.kind, 0 if plan.layer >= 0 else unit, phase)
         if key not in self.gathers:
             self.gathers[key] = self._gather_template(plan, phase)
         template = self.gathers[key]
         if template is None:
             return -1
-        limit = self.assembly.last("compute")
         placed = self.assembly.place(template, layer=plan.layer, micro_batch=micro_batch, free=limit)
-        return placed.base + len(template.nodes) - 1
+        last = placed.base + len(template.nodes) - 1
+        if plan.head or self.step.reshard == ():
+            self.whole[unit] = last
+        return last
 
     def _gather_template(self, unit: UnitPlan, phase: str) -> Template | None:
-        width = self.step.widths["compute"]
-        nodes = [
-            TemplateNode(
-                f"parameters{suffix}.all_gather", "all_gather", "all_gather", _shard_elements(group, self.step, axes) * width,
-                axes=axes, deps=(Ref("port", "free"),), dtype=self.step.dtype, phase=phase,
-            )
-            for suffix, axes, group in _by_axes(unit.parameters, self.step)
-            if axes
-        ]
+        width, mesh, reshard = self.step.widths["compute"], self.step.mesh, self.step.reshard
+        nodes = []
+        for suffix, sharded, group in _by_axes(unit.parameters, self.step):
+            axes = sharded
+            if phase == "backward" and reshard is not None:
+                axes = tuple(axis for axis in sharded if axis in reshard)
+            if axes:
+                held = _shard_elements(group, self.step, sharded) * mesh.degree(sharded) // mesh.degree(axes)
+                nodes.append(TemplateNode(
+                    f"parameters{suffix}.all_gather", "all_gather", "all_gather", held * width, axes=axes,
+                    deps=(Ref("port", "free"),), dtype=self.step.dtype, phase=phase,
+                ))
         return Template(unit.kind, phase, chain(nodes), numbers=unit.forward.numbers) if nodes else None
 
     # ---- gradients --------------------------------------------------------------------------------------------
 
     def complete(self, unit: int, micro_batch: int) -> None:
         """Called after a block's backward: reduce what is complete now."""
+        self.whole.pop(unit, None)
         last = micro_batch == self.step.micro_batches - 1
         if not (last or self.step.per_micro_batch):
             return

@@ -17,7 +17,8 @@ class StepPlan:
 
     `message` is the bytes of an activation between stages. `per_micro_batch` reduces gradients after every backward,
     not once. `overlap` starts a bucket's reduction when it is complete, not at the end. `tied` says that first and
-    last stage share `tied_elements` of the token table and sum its gradient.
+    last stage share `tied_elements` of the token table and sum its gradient. `reshard` are the axes over which gathered
+    parameters are sharded again between forward and backward; None are all that they were gathered over.
     """
 
     stages: int
@@ -32,6 +33,7 @@ class StepPlan:
     clip: bool
     tied_elements: int
     sharding: Sharding
+    reshard: tuple[str, ...] | None
     mesh: Mesh
     widths: Mapping[str, int]
 
