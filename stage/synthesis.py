@@ -1,7 +1,7 @@
 """Synthesis: from a request to a trace set, a chain of pure functions.
 
-    model -> graph of each kind of block -> sharded -> differentiated -> recomputation -> templates
-          -> stages -> programs -> trace set
+model -> graph of each kind of block -> sharded -> differentiated -> recomputation -> templates
+-> stages -> programs -> trace set
 """
 
 from collections.abc import Mapping

@@ -18,6 +18,7 @@ __all__ = ["CONTRACT", "contract_factors"]
 
 
 def contract_factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Factors:
+    """The factors given as an attribute, else every dimension by its name; a bias follows the result."""
     given: Factors | None = attrs.get("factors")
     if given is None:
         return dim_factors(attrs, inputs, outputs)

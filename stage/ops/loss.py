@@ -14,7 +14,7 @@ from typing import Any
 from stage.ops.registry import Attrs, Factors, Op, Tape, dim_factors, register
 from stage.tensor import Dim, Size, Tensor
 
-__all__ = ["LOSS", "LOGITS_MAX", "SUM_EXP", "TARGET_LOGIT"]
+__all__ = ["LOGITS_MAX", "LOSS", "SUM_EXP", "TARGET_LOGIT"]
 
 
 def _rows(attrs: Attrs, inputs: Sequence[Tensor]) -> list[tuple[tuple[Dim, ...], str]]:
@@ -33,7 +33,9 @@ def _times(count: int, operand: int = 0) -> Any:
     return flops
 
 
-def _target_bytes(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: Callable[[str], int]) -> Size:
+def _target_bytes(
+    attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: Callable[[str], int]
+) -> Size:
     """One logit a row is read, one number a row written."""
     labels = inputs[1]
     return labels.elements * (width(labels.dtype) + width(inputs[0].dtype) + 4)

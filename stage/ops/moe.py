@@ -80,9 +80,17 @@ def _unpermute_transpose(tape: Tape, node: Any) -> None:
     tape.emit("permute_tokens", [cotangent, tape.saved(indices)], [y])
 
 
+def _counted(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Size:
+    return inputs[0].elements
+
+
 PERMUTE = register(Op("permute_tokens", _given, _permute_transpose, _moved, factors=_token_factors, bytes=_bytes))
-UNPERMUTE = register(Op("unpermute_tokens", _given, _unpermute_transpose, _moved, factors=_token_factors, bytes=_bytes))
-COUNT_TOKENS = register(Op("count_tokens", _given, None, lambda a, i, o: i[0].elements, factors=_token_factors))
+def _counted(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Size:
+    return inputs[0].elements
+
+
+PERMUTE = register(Op("unpermute_tokens", _given, _unpermute_transpose, _moved, factors=_token_factors, bytes=_bytes))
+COUNT_TOKENS = register(Op("count_tokens", _given, None, _counted, factors=_token_factors))
 
 
 def _sort_infer(attrs: Attrs, inputs: Sequence[Tensor]) -> list[tuple[tuple[Dim, ...], str]]:
