@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023): a Llama whose attention may slide a window of `window` tokens over the sequence."""
+"""Mistral (Jiang et al. 2023): a Llama whose attention may see no further back than a `window`."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -34,7 +34,7 @@ PARAMETERS = {
 
 
 def layer(b: Builder, x: Tensor, *, window: Size | None) -> Tensor:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
     with b.scope("attn"):
         x = blocks.residual(b, x, blocks.attention(b, blocks.rms_norm(b, x, "norm"), window=window))
     with b.scope("mlp"):

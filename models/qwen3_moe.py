@@ -1,6 +1,7 @@
-"""Qwen3 mixtures of experts (Yang et al. 2025): Qwen3 attention; an MLP is dense or a mixture of many small experts.
+"""Qwen3 mixtures of experts (Yang et al. 2025): an MLP is dense or a mixture of many small experts.
 
-A layer is dense if `mlp_only_layers` lists it or `decoder_sparse_step` does not divide its number, counted from 1.
+A layer is dense if `mlp_only_layers` lists it or `decoder_sparse_step` does not divide its number, counted
+from 1.
 """
 
 from collections.abc import Mapping
@@ -11,9 +12,17 @@ from stage import Block, Builder, HFConfig, Model, Size, SizeValue, Tensor, bloc
 MODEL_TYPES = ("qwen3_moe",)
 
 
-def published(layers: int, d_model: int, expert_d_ff: int, heads: int, **others: SizeValue) -> dict[str, SizeValue]:
+def published(
+    layers: int, d_model: int, expert_d_ff: int, heads: int, **others: SizeValue
+) -> dict[str, SizeValue]:
     """Sizes of one published model."""
-    sizes = {"layers": layers, "d_model": d_model, "expert_d_ff": expert_d_ff, "heads": heads, "head_dim": 128}
+    sizes = {
+        "layers": layers,
+        "d_model": d_model,
+        "expert_d_ff": expert_d_ff,
+        "heads": heads,
+        "head_dim": 128,
+    }
     return {**sizes, "vocab": 151936, "seq": 40960, "experts": 128, "top_k": 8, "tied": False, **others}
 
 
@@ -33,7 +42,7 @@ PARAMETERS = {
 
 
 def layer(b: Builder, x: Tensor, *, sparse: bool, bias: bool, window: Size | None) -> Tensor:
-    """x + attention(norm(x)), then x + mlp(norm(x)) or, if `sparse`, x + experts(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)), of experts if `sparse`."""
     with b.scope("attn"):
         h = blocks.attention(b, blocks.rms_norm(b, x, "norm"), bias=bias, qk_norm=True, window=window)
         x = blocks.residual(b, x, h, bias=bias)
@@ -47,9 +56,11 @@ def model(name: str, sizes: Mapping[str, SizeValue]) -> Model:
     window = size("window") if decoder.flag(sizes, "window") else None
     make = partial(layer, bias=decoder.flag(sizes, "attention_bias"), window=window)
     dense, sparse = Block("dense", partial(make, sparse=False)), Block("moe", partial(make, sparse=True))
-    step, listed = sizes.get("decoder_sparse_step", 1), decoder.numbers(sizes, "mlp_only_layers")
-    dense_at = [(i + 1) % step != 0 or i in listed for i in range(decoder.count(sizes, "layers"))]
-    return decoder.build(name, sizes, tuple(dense if is_dense else sparse for is_dense in dense_at), moe=True)
+    step, listed = decoder.count(sizes, "decoder_sparse_step", 1), decoder.numbers(sizes, "mlp_only_layers")
+    kinds = [
+        dense if (i + 1) % step or i in listed else sparse for i in range(decoder.count(sizes, "layers"))
+    ]
+    return decoder.build(name, sizes, tuple(kinds), moe=sparse in kinds)
 
 
 def from_hf(config: HFConfig) -> dict[str, SizeValue]:

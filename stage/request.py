@@ -72,7 +72,9 @@ def _sized(name: str, value: SizeValue, known: Mapping[str, object], model: str)
         if value not in (0, 1):
             raise ModelError(f"size '{name}' of {model} is a switch, not {value}; set it to 0 or 1")
         return bool(value)
-    if isinstance(value, bool) or value < 1:
+    if isinstance(known[name], tuple):
+        return value if isinstance(value, tuple) else (int(value),)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"size '{name}' of {model} is {value}; set it to a whole number of at least 1")
     return value
 
