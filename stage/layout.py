@@ -1,8 +1,8 @@
 """Layouts: where the elements of a tensor live on a mesh, and what an op may do with them locally.
 
-A layout gives each atom of the mesh one **state**: the index of the dim it shards; `"P"`, a pending reduction;
-`"I"`, invariant (one computation repeated, so cotangents are equal already); or `"R"`, replicated (each rank
-uses the tensor for its own different work, so cotangents must be summed). R is what is not written down.
+A layout gives each atom of the mesh one **state**: the index of the dim it shards; `"P"`, a pending
+reduction; `"I"`, invariant (one computation repeated, so cotangents are equal already); or `"R"`, replicated
+(each rank uses the tensor for its own different work, so cotangents must be summed). R is what is not written.
 
 Invariants:
 
@@ -87,11 +87,11 @@ def local_size(size: int, atoms: Iterable[str], mesh: Mesh, *, dim: str, tensor:
     if size % degree == 0:
         return size // degree
     text = mesh.describe(names)
-    parents = " and ".join(dict.fromkeys(mesh.parent(name) for name in names))
-    known = {axis for axis, _ in mesh.axes}
-    part = "" if set(text.split(" x ")) <= known - {"tp_kv", "tp_rep"} else f" (part of {parents})"
+    parents = list(dict.fromkeys(mesh.parent(name) for name in names))
+    whole = f", part of {' x '.join(parents)} = {mesh.degree(parents)}" if mesh.degree(parents) != degree else ""
     raise LayoutError(
-        f"{dim} = {size} of {tensor} does not divide by {text} = {degree}{part}; choose a {parents} that divides it"
+        f"{dim} = {size} of {tensor} does not divide by {text} = {degree}{whole}; "
+        f"choose a {' x '.join(parents)} that divides it"
     )
 
 
@@ -110,9 +110,10 @@ def local_result(
 ) -> Layout:
     """The layout of the result of an op that runs on local shards without communication.
 
-    An operand is (the factor of each of its dims, its layout). A factor is any name that links dims of equal size;
+    An operand is (the factor of each of its dims, its layout). A factor is a name that links dims of equal size;
     None marks a dim that the op needs whole. A factor that the result lacks is reduced by `reduction`. `linear`:
-    the op is linear in each operand; `additive`: it is linear in all of them together, as a sum is.
+    the op is linear in each operand; `additive`: it is linear in all of them together, as a sum is. `where`
+    names the op in errors.
 
     >>> x, w = Layout((("dp",), ("tp",))), Layout((("tp",), ()))
     >>> local_result([(("m", "k"), x), (("k", "n"), w)], ("m", "n"), ["dp", "tp"])
@@ -120,9 +121,18 @@ def local_result(
 
     Raises LayoutError, naming the atom and the states found, for a placement that must be resharded first.
     """
-    return _local_result(
-        tuple(operands), result_factors, tuple(atoms), linear or additive, additive, reduction, where
-    )
+    rule = _Rule(linear or additive, additive, reduction, where)
+    return _local_result(tuple(operands), result_factors, tuple(atoms), rule)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What an op allows besides sharding, and its name."""
+
+    linear: bool
+    additive: bool
+    reduction: str
+    where: str
 
 
 @lru_cache(maxsize=4096)
@@ -130,41 +140,41 @@ def _local_result(
     operands: tuple[Operand, ...],
     result_factors: tuple[str | None, ...],
     atoms: tuple[str, ...],
-    linear: bool,
-    additive: bool,
-    reduction: str,
-    where: str,
+    rule: _Rule,
 ) -> Layout:
     pending, invariant = set(), set()
     for atom in atoms:
-        states = [_factor_state(factors, layout, atom, where) for factors, layout in operands]
-        found = _combine(atom, states, operands, linear, additive, where)
-        if found == "P" or (found not in "RI" and found[1:] not in result_factors):
+        states = [_factor_state(factors, layout, atom, rule) for factors, layout in operands]
+        found = _combine(atom, states, operands, rule)
+        if found == "P" or (found.startswith("=") and found[1:] not in result_factors):
             pending.add(atom)
         elif found == "I":
             invariant.add(atom)
-    orders = _shard_orders(operands, where)
+    orders = _shard_orders(operands, rule)
     held = {layout.reduction for _, layout in operands if layout.pending}
-    if pending and held - {reduction}:
-        raise LayoutError(f"a pending {held.pop()} meets a {reduction} in {where}; reduce the operand first")
+    if pending and held - {rule.reduction}:
+        raise LayoutError(
+            f"a pending {held.pop()} meets {rule.where}, which makes a pending {rule.reduction}; "
+            "reduce the operand first"
+        )
     dims = tuple(orders.get(factor, ()) if factor is not None else () for factor in result_factors)
-    return Layout(dims, frozenset(pending), frozenset(invariant), reduction if pending else "sum")
+    return Layout(dims, frozenset(pending), frozenset(invariant), rule.reduction if pending else "sum")
 
 
-def _factor_state(factors: tuple[str | None, ...], layout: Layout, atom: str, where: str) -> str:
-    """"R", "I", "P", or "=" and the factor that the atom shards in one operand."""
+def _factor_state(factors: tuple[str | None, ...], layout: Layout, atom: str, rule: _Rule) -> str:
+    """One of R, I and P, or an equals sign and the factor that the atom shards in one operand."""
     state = layout.state(atom)
     if isinstance(state, str):
         return state
     factor = factors[state]
     if factor is None:
-        raise LayoutError(f"{atom} shards dim {state} of {where}, which needs that dim whole; gather it first")
+        raise LayoutError(
+            f"{atom} shards dim {state} of an operand of {rule.where}, which needs that dim whole; gather it first"
+        )
     return f"={factor}"
 
 
-def _combine(
-    atom: str, states: list[str], operands: tuple[Operand, ...], linear: bool, additive: bool, where: str
-) -> str:
+def _combine(atom: str, states: list[str], operands: tuple[Operand, ...], rule: _Rule) -> str:
     """The state of the result on one atom: a row of the table of local runs, or LayoutError."""
     kinds = set(states)
     if kinds <= {"R"} or kinds == {"I"}:
@@ -172,14 +182,15 @@ def _combine(
     sharded = kinds - {"R", "I", "P"}
     if len(sharded) == 1 and kinds <= sharded | {"R"}:
         factor = next(iter(sharded))[1:]
-        if all((factor in factors) == (state != "R") for (factors, _), state in zip(operands, states, strict=True)):
+        having = [factor in factors for factors, _ in operands]
+        if having == [state != "R" for state in states]:
             return f"={factor}"
-    if kinds == {"P"} and linear and (additive or len(states) == 1):
+    if kinds == {"P"} and rule.linear and (rule.additive or len(states) == 1):
         return "P"
-    if kinds == {"P", "R"} and states.count("P") == 1 and linear and not additive:
+    if kinds == {"P", "R"} and states.count("P") == 1 and rule.linear and not rule.additive:
         return "P"
     found = ", ".join(state.replace("=", "sharded on ") for state in states)
-    raise LayoutError(f"{atom} cannot run {where} locally with operands {found}; {_advice(kinds)}")
+    raise LayoutError(f"{atom} cannot run {rule.where} locally with operands {found}; {_advice(kinds)}")
 
 
 def _advice(kinds: set[str]) -> str:
@@ -191,15 +202,15 @@ def _advice(kinds: set[str]) -> str:
     return "reshard them so that every operand with the factor is sharded on it and the others are R"
 
 
-def _shard_orders(operands: tuple[Operand, ...], where: str) -> dict[str, tuple[str, ...]]:
+def _shard_orders(operands: tuple[Operand, ...], rule: _Rule) -> dict[str, tuple[str, ...]]:
     """The atoms of each factor; LayoutError where operands list them in different orders."""
     orders: dict[str, tuple[str, ...]] = {}
     for factors, layout in operands:
         for factor, dim in zip(factors, layout.dims, strict=True):
             if factor is not None and orders.setdefault(factor, dim) != dim:
                 raise LayoutError(
-                    f"{factor} is sharded over ({', '.join(orders[factor])}) and over ({', '.join(dim)}) by operands "
-                    f"of {where}; reshard them to one order first"
+                    f"{factor} is sharded over ({', '.join(orders[factor])}) and over ({', '.join(dim)}) by "
+                    f"operands of {rule.where}; reshard them to one order first"
                 )
     return orders
 

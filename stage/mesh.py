@@ -1,8 +1,8 @@
 """The mesh: how the ranks of a job form named axes.
 
 The same ranks are seen in two ways, dense `pp dp cp tp` and sparse `pp edp ep etp`, and `dp` and `tp` may be
-split further. The mesh therefore keeps **atoms**, the common refinement of all views; an **axis** is a name for
-some consecutive atoms. Layouts and collectives speak of atoms only, so that two views never need reconciling.
+split further. The mesh therefore keeps **atoms**, the common refinement of all views; an **axis** is a name
+for some consecutive atoms. Layouts and collectives speak of atoms only, so two views never need reconciling.
 
 Invariants:
 
@@ -49,7 +49,7 @@ class Mesh:
         assert all(degree > 1 for _, degree in self.atoms), f"atoms of degree 1 do not exist: {self.atoms}"
         for axis, atoms in self.axes:
             start = names.index(atoms[0]) if atoms else 0
-            assert list(atoms) == names[start : start + len(atoms)], f"axis {axis} is not consecutive: {atoms}"
+            assert [*atoms] == names[start : start + len(atoms)], f"axis {axis} is not consecutive: {atoms}"
             assert axis not in names or atoms == (axis,), f"axis {axis} is not the atom of that name: {atoms}"
 
     @property
@@ -181,7 +181,7 @@ def _expand(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, ...]:
             raise MeshError(f"axis {name!r} is not in the mesh; use one of {known}")
         for atom in found:
             if atom in result:
-                raise MeshError(f"axes {' '.join(names)} overlap in {atom}, at {name!r}; name each part of the mesh once")
+                raise MeshError(f"{name!r} repeats {atom} in axes {' '.join(names)}; name each part of the mesh once")
             result.append(atom)
     return tuple(result)
 
@@ -217,8 +217,8 @@ def build_mesh(
 ) -> Mesh:
     """The mesh of pp x dp x cp x tp ranks, refined so that every view is made of whole atoms.
 
-    `ep` and `etp` carve the sparse view out of dp x cp x tp; `dp_shard` splits dp into dp_replicate x dp_shard;
-    `kv_heads` below tp splits tp into tp_kv x tp_rep.
+    `ep` and `etp` carve the sparse view out of dp x cp x tp; `dp_shard` splits dp into dp_replicate x
+    dp_shard; `kv_heads` below tp splits tp into tp_kv x tp_rep.
 
     >>> build_mesh(pp=2, dp=2, tp=4, kv_heads=2).atoms
     (('pp', 2), ('dp', 2), ('tp_kv', 2), ('tp_rep', 2))
@@ -229,8 +229,8 @@ def build_mesh(
     inner, shard = dp * cp * tp, dp if dp_shard is None else dp_shard
     if inner % (ep * etp):
         raise MeshError(
-            f"ep x etp = {ep * etp} does not divide dp x cp x tp = {inner}; experts are spread over those ranks, "
-            "so choose an ep x etp that divides it"
+            f"ep x etp = {ep * etp} does not divide dp x cp x tp = {inner}, the ranks that experts are spread "
+            "over; choose an ep x etp that divides it"
         )
     if dp % shard:
         raise MeshError(f"dp_shard = {shard} does not divide dp = {dp}; choose a dp_shard that divides it")
@@ -264,8 +264,8 @@ def build_mesh(
 def _check_degrees(**degrees: int | None) -> None:
     """MeshError for the first degree that is not a positive integer."""
     for name, degree in degrees.items():
-        if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
-            raise MeshError(f"{name} = {degree!r} is not a number of ranks; give {name} an integer of at least 1")
+        if degree is not None and (type(degree) is not int or degree < 1):
+            raise MeshError(f"{name} = {degree!r} does not count anything; give {name} an integer of at least 1")
 
 
 def _kv_replicas(tp: int, kv_heads: int | None) -> int:
@@ -275,8 +275,8 @@ def _kv_replicas(tp: int, kv_heads: int | None) -> int:
     if kv_heads < tp and tp % kv_heads == 0:
         return tp // kv_heads
     raise MeshError(
-        f"kv_heads = {kv_heads} and tp = {tp} do not divide one another; choose a tp that divides kv_heads or is a "
-        "multiple of it"
+        f"kv_heads = {kv_heads} and tp = {tp} do not divide one another; choose a tp that divides kv_heads, "
+        "or is a multiple of it"
     )
 
 
@@ -287,8 +287,8 @@ def _check_chain(*products: tuple[tuple[str, int], ...]) -> None:
         if high % low:
             first, second = (" x ".join(f"{n} {d}" for n, d in p if d > 1) for p in (outer, inner))
             raise MeshError(
-                f"{first} = {high} ranks and {second} = {low} ranks do not divide one another, but both are blocks of "
-                "consecutive ranks; choose degrees so that one is a multiple of the other"
+                f"{first} = {high} ranks and {second} = {low} ranks do not divide one another, but both are "
+                "blocks of consecutive ranks; choose degrees so that one is a multiple of the other"
             )
 
 
@@ -299,19 +299,19 @@ def _refine(spans: dict[str, tuple[int, int]]) -> Mesh:
     names = _atom_names(pieces, spans)
     atoms = tuple((name, outer // inner) for name, (outer, inner) in zip(names, pieces, strict=True))
     axes = {
-        axis: tuple(name for name, (outer, inner) in zip(names, pieces, strict=True) if high >= outer > inner >= low)
+        axis: tuple(name for name, (outer, inner) in zip(names, pieces, strict=True) if high >= outer > low)
         for axis, (high, low) in spans.items()
     }
     return Mesh(atoms, tuple(axes.items()))
 
 
 def _atom_names(pieces: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) -> list[str]:
-    """A name for each atom: that of an axis it equals (dense before sparse before splits), else parent and number."""
+    """A name for each atom: that of the first axis it equals (dense, sparse, split), else parent and number."""
     whole = {span: axis for axis, span in reversed(spans.items()) if axis != "world"}
     counts: dict[str, int] = {}
     names = []
     for outer, inner in pieces:
-        parent = next(a for a in _DENSE if spans[a][0] >= outer > inner >= spans[a][1])
+        parent = next(a for a in _DENSE if spans[a][0] >= outer > spans[a][1])
         counts[parent] = counts.get(parent, 0) + 1
         names.append(whole.get((outer, inner), f"{parent}_{counts[parent]}"))
     return names

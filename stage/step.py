@@ -24,6 +24,7 @@ Reorder = tuple[int, tuple[str, ...], tuple[str, ...]]
 
 _DUAL = {"R": "P", "P": "R", "I": "I"}
 _LOCAL = frozenset({"slice", "pad", "vary"})
+_UNSHARDED = frozenset({("P", "R"), ("P", "I"), ("I", "R")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class Step:
     """The move of `axes`, flattened in this order into one group, from state `src` to state `dst`.
 
     `permutes` lists (dim, last atoms before, last atoms after) for every dim that a permute rearranges, and for
-    an all-to-all whose atoms stand in a different order in the two dims. `reduction` is what a pending
-    source is reduced by. A permute has the first of its dims as `src` and as `dst`.
+    an all-to-all whose atoms stand in a different order in the two dims. A permute has the first of its dims as
+    `src` and as `dst`. `reduction` is what a pending source is reduced by.
 
     >>> Step(("dp", "cp"), "P", 0).kind, Step(("tp",), 1, 0).kind, Step(("tp",), "I", "R").kind
     ('reduce_scatter', 'all_to_all', 'vary')
@@ -45,8 +46,10 @@ class Step:
     reduction: str = "sum"
 
     def __post_init__(self) -> None:
-        assert self.axes and len(set(self.axes)) == len(self.axes), f"atoms missing or repeated in {self}"
-        assert isinstance(self.src, int) or self.dst in _TARGETS[self.src] or isinstance(self.dst, int), f"bad {self}"
+        assert self.axes, f"no atoms in {self}"
+        assert len(set(self.axes)) == len(self.axes), f"atoms repeated in {self}"
+        sharded = isinstance(self.src, int) or isinstance(self.dst, int)
+        assert sharded or (self.src, self.dst) in _UNSHARDED, f"no such step: {self}"
         assert self.src != self.dst or self.permutes, f"nothing moves in {self}"
 
     @property
@@ -99,7 +102,8 @@ class Step:
                 atoms.difference_update(self.axes)
             if self.dst == state:
                 atoms.update(self.axes)
-        return Layout(tuple(dims), frozenset(pending), frozenset(invariant), layout.reduction if pending else "sum")
+        reduction = layout.reduction if pending else "sum"
+        return Layout(tuple(dims), frozenset(pending), frozenset(invariant), reduction)
 
     def sent(self, n: int, volume: Any) -> Any:
         """Elements that one rank of a group of `n` sends, by ring algorithms.
@@ -121,9 +125,6 @@ class Step:
         return _scaled(volume, n - 1, n)
 
 
-_TARGETS: dict[State, tuple[State, ...]] = {"P": ("R", "I"), "I": ("R",), "R": ()}
-
-
 def _without_last(dim: tuple[str, ...], atoms: tuple[str, ...], anywhere: bool) -> tuple[str, ...]:
     """The dim without `atoms`, which must be its last ones unless they may stand `anywhere`."""
     keep = len(dim) - len(atoms)
@@ -131,12 +132,12 @@ def _without_last(dim: tuple[str, ...], atoms: tuple[str, ...], anywhere: bool) 
         rest = tuple(atom for atom in dim if atom not in atoms)
         assert len(rest) == keep, f"{atoms} are not in {dim}"
         return rest
-    assert keep >= 0 and dim[keep:] == atoms, f"{atoms} are not the last of {dim}"
+    assert dim[max(keep, 0) :] == atoms, f"{atoms} are not the last of {dim}"
     return dim[:keep]
 
 
 def _scaled(volume: Any, above: Any, below: Any) -> Any:
-    """volume * above / below, exactly; an int where it is whole."""
+    """The product of `volume` and above / below, exactly; an int where it is whole."""
     if isinstance(volume, int | Fraction) and isinstance(below, int):
         result = Fraction(volume * above, below)
         return result.numerator if result.denominator == 1 else result
@@ -155,10 +156,11 @@ def transpose_plan(plan: tuple[Step, ...]) -> tuple[Step, ...]:
 def volumes(
     plan: tuple[Step, ...], src: Layout, mesh: Mesh, size: Any, *, unordered: frozenset[int] = frozenset()
 ) -> Iterator[tuple[Step, Any]]:
-    """Each step with its volume: the elements of a tensor of `size`, divided by all shards but those of the step.
+    """Each step with its volume: elements of a tensor of `size`, divided by all shards but those of the step.
 
     >>> from stage.mesh import build_mesh
-    >>> [v for _, v in volumes((Step(("tp",), 1, "R"),), Layout((("dp",), ("tp",))), build_mesh(dp=2, tp=2), 64)]
+    >>> mesh, layout = build_mesh(dp=2, tp=2), Layout((("dp",), ("tp",)))
+    >>> [volume for _, volume in volumes((Step(("tp",), 1, "R"),), layout, mesh, 64)]
     [32]
     """
     layout = src

@@ -63,6 +63,7 @@ class Strategy:
     overlap_grad: bool = False  # a bucket's gradients are reduced as soon as they are complete
     bucket_size: int = 0  # elements of a gradient bucket; 0 is one bucket
     dp_shard: int | None = None  # inner size of dp within which parameters are sharded; None is all of dp
+    fuse: bool = False  # q, k, v and gate, up are one matrix multiplication each
     default_for: tuple[str, ...] = ()  # architectures that take this strategy when none is named
 
     def __post_init__(self) -> None:
@@ -202,5 +203,6 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "overlap_grad": _flag,
     "bucket_size": _integer(0),
     "dp_shard": _integer(1),
+    "fuse": _flag,
     "default_for": _names(ARCHITECTURES, "architecture"),
 }

@@ -35,6 +35,8 @@ _DTYPE_BYTES = {
     "bool": 1,
 }
 
+_BUILD = "build sizes from + - * / ** Min Max floor ceiling"
+
 Number = int | Fraction
 
 
@@ -89,7 +91,7 @@ def exact(expr: sympy.Expr | int, values: Mapping[str, int]) -> int | Fraction:
         return _value(expr, values)
     except KeyError as err:
         raise StageError(
-            f"size {err.args[0]!r} has no value in {expr}; give one (known: {' '.join(sorted(values)) or 'none'})"
+            f"size {err.args[0]!r} has no value in {expr}; give one, as for {' '.join(sorted(values)) or 'no other'}"
         ) from None
     except ZeroDivisionError:
         raise StageError(f"{expr} divides by zero with {_given(expr, values)}; change those sizes") from None
@@ -105,8 +107,8 @@ def _value(expr: Any, values: Mapping[str, int]) -> Number:
     """`expr` as an int or Fraction; KeyError names a symbol without a value."""
     if expr.is_Symbol:
         return values[expr.name]
-    if expr.is_Integer:
-        return int(expr.p)
+    if expr.is_Rational:
+        return int(expr.p) if expr.q == 1 else Fraction(int(expr.p), int(expr.q))
     if expr.is_Mul:
         return _product(expr.args, values)
     if expr.is_Add:
@@ -116,11 +118,9 @@ def _value(expr: Any, values: Mapping[str, int]) -> Number:
         return total
     if expr.is_Pow:
         return _power(_value(expr.base, values), _exponent(expr, values))
-    if expr.is_Rational:
-        return Fraction(int(expr.p), int(expr.q))
     rule = _FUNCTIONS.get(expr.func)
     if rule is None:
-        raise StageError(f"{expr} has no exact integer value; build sizes from + - * / ** Min Max floor ceiling")
+        raise StageError(f"{expr} has no exact value; {_BUILD}")
     return rule([_value(arg, values) for arg in expr.args])
 
 
@@ -150,7 +150,7 @@ def _exponent(power: Any, values: Mapping[str, int]) -> int:
     """The integer exponent of `power`; StageError for a root."""
     exponent = _value(power.exp, values)
     if exponent.denominator != 1:
-        raise StageError(f"{power} is a root, which is not exact; build sizes from + - * / ** Min Max floor ceiling")
+        raise StageError(f"{power} is a root, which has no exact value; {_BUILD}")
     return int(exponent)
 
 

@@ -14,14 +14,14 @@ import numpy as np
 import stage
 from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
+from stage.passes.fuse import fuse
 from stage.passes.recompute import recompute
 from stage.passes.shard import rest_layout, shard
 from stage.pipeline.stages import Unit, cut
 from stage.request import Request, resolve_request
 from stage.strategy import Strategy
-from stage.symbols import dtype_bytes
+from stage.symbols import dtype_bytes, size
 from stage.tensor import Dim, Tensor
-from stage.symbols import size
 from stage.trace.buckets import plan_buckets
 from stage.trace.image import NameStyle
 from stage.trace.lower import Concrete, lower
@@ -63,7 +63,8 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
     """A block's forward and backward graphs on the request's mesh, with recomputation as asked."""
     mesh, strategy = request.mesh, request.strategy
     sizes = symbol_values(request)
-    graph = shard(request.model.graph(block), strategy.shard, mesh, sizes)
+    whole = request.model.graph(block)
+    graph = shard(fuse(whole) if strategy.fuse else whole, strategy.shard, mesh, sizes)
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
     if strategy.recompute != "none" and block in request.model.layers:
         both = recompute(both, strategy.recompute)

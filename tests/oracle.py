@@ -88,12 +88,8 @@ def _collective(x: Array, step: Step, mesh: Mesh, n: int) -> tuple[Array, int]:
     src = step.src + 2 if isinstance(step.src, int) else 0
     dst = step.dst + 2 if isinstance(step.dst, int) else 0
     kind = step.kind
-    if kind == "vary":
-        return x, 0
-    if kind == "slice":
-        return np.stack([np.split(x[rank], n, axis=dst - 1)[rank] for rank in range(n)]), 0
-    if kind == "pad":
-        return np.stack([_padded(x[rank], rank, n, src - 1) for rank in range(n)]), 0
+    if kind in ("vary", "slice", "pad"):
+        return _locally(x, kind, src, dst), 0
     if kind == "all_gather":
         return ring_all_gather(x, src)
     if kind == "reduce_scatter":
@@ -106,6 +102,15 @@ def _collective(x: Array, step: Step, mesh: Mesh, n: int) -> tuple[Array, int]:
     if kind == "all_to_all":
         return _all_to_all(x, step, mesh, src, dst)
     return _permute(x, step, mesh)
+
+
+def _locally(x: Array, kind: str, src: int, dst: int) -> Array:
+    n = len(x)
+    if kind == "slice":
+        return np.stack([np.split(x[rank], n, axis=dst - 1)[rank] for rank in range(n)])
+    if kind == "pad":
+        return np.stack([_padded(x[rank], rank, n, src - 1) for rank in range(n)])
+    return x
 
 
 def _padded(x: Array, rank: int, n: int, axis: int) -> Array:
@@ -192,7 +197,8 @@ def local_einsum(equation: str, *operands: Array, mesh: Mesh) -> Array:
     device = "ABCDEFGH"[: len(mesh.atoms)]
     terms, result = equation.split("->")
     inputs = ",".join(device + term for term in terms.split(","))
-    return np.einsum(f"{inputs}->{device}{result}", *operands)
+    value: Array = np.einsum(f"{inputs}->{device}{result}", *operands)
+    return value
 
 
 def layouts(atoms: Iterable[str], rank: int, states: str = "RIP") -> list[Layout]:

@@ -30,9 +30,9 @@ VERSIONS = ("0.0.4", "1.0.0")
 """Schema versions that are written; the messages of both are the same."""
 
 KINDS = (
-    ("double", "float", "int32", "int64", "uint32", "uint64", "sint32", "sint64")
-    + ("fixed32", "fixed64", "sfixed32", "sfixed64", "bool", "string", "bytes")
-)  # fmt: skip
+    *("double", "float", "int32", "int64", "uint32", "uint64", "sint32", "sint64"),
+    *("fixed32", "fixed64", "sfixed32", "sfixed64", "bool", "string", "bytes"),
+)
 
 SCALARS: Mapping[str, int] = {f"{kind}_val": 3 + 2 * position for position, kind in enumerate(KINDS)}
 """Scalar members of the attribute oneof and their field numbers."""

@@ -52,7 +52,9 @@ def malformed(offset: int, what: str) -> TraceError:
 
 def overlong(start: int, size: int, end: int) -> TraceError:
     """Return the error for a field whose content at `start` would run past its message."""
-    return malformed(start, f"a field of {size} bytes starts here but its message has only {end - start} left")
+    return malformed(
+        start, f"a field of {size} bytes starts here but its message has only {end - start} left"
+    )
 
 
 def read_varint(data: bytes, pos: int, end: int, longest: int = 10) -> tuple[int, int]:
@@ -200,14 +202,17 @@ def read_list(data: bytes, kind: str, pos: int, end: int) -> list[Scalar]:
 
 
 def read_packed(data: bytes, pos: int, stop: int) -> list[int]:
-    """Return the varints packed in these bounds."""
+    """Return the varints packed in these bounds; those of up to two bytes are read on the spot, for speed."""
     values = []
     while pos < stop:
         value = data[pos]
+        pos += 1
         if value > 127:
-            value, pos = read_varint(data, pos, stop)
-        else:
-            pos += 1
+            if pos < stop and data[pos] < 128:
+                value += (data[pos] << 7) - 128
+                pos += 1
+            else:
+                value, pos = read_varint(data, pos - 1, stop)
         values.append(value)
     return values
 

@@ -58,7 +58,7 @@ def check_range(name: str, kind: str, value: int) -> None:
 
 def encode_scalar(name: str, kind: str, value: Scalar, width: int | None = None) -> bytes:
     """Return the bytes of one value behind its tag; `width` counts them all."""
-    if isinstance(value, str) and kind == "string" or isinstance(value, bytes) and kind == "bytes":
+    if (kind == "string" and isinstance(value, str)) or (kind == "bytes" and isinstance(value, bytes)):
         content = value.encode() if isinstance(value, str) else value
         length = varint(len(content), None if width is None else width - len(content))
         assert len(length) <= 5, f"a length of {len(length)} bytes is too long for protobuf"
@@ -101,16 +101,15 @@ def encode_value(name: str, member: str, value: Value, width: int | None = None)
     if member in LISTS and isinstance(value, tuple):
         assert width is None, "a list has no width"
         return delimited(LISTS[member], encode_list(name, kind, value))
-    raise TraceError(
-        f"attribute {name!r} holds {value!r} in member {member!r}: members are {', '.join([*SCALARS, *LISTS])}"
-    )
+    known = ", ".join([*SCALARS, *LISTS])
+    raise TraceError(f"attribute {name!r} holds {value!r} in member {member!r}: members are {known}")
 
 
 def attribute(name: str, member: str, value: Value, width: int | None = None, doc_string: str = "") -> bytes:
     """Return one AttributeProto as a field of a node, tag and length included.
 
-    `width` is the number of bytes of a varint value or, of a string or bytes value, of its length and content
-    together (a length takes 1 to 5 bytes). So values of one width give attributes of one length:
+    `width` is the number of bytes of a varint value or, of a string or bytes value, of its length and
+    content together (a length takes 1 to 5 bytes). So values of one width give attributes of one length:
 
     >>> attribute("comm_tag", "int32_val", 5, width=5).hex()
     '52100a08636f6d6d5f746167388580808000'
