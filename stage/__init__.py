@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stage.tensor import Dim as Dim
     from stage.tensor import Size as Size
     from stage.tensor import Tensor as Tensor
-    from stage.trace.traceset import TraceSet as TraceSet
+    from stage.traceset import TraceSet as TraceSet
 
 __version__ = "0.1.0"
 
@@ -41,7 +41,7 @@ _HOME = {
     "StageError": "stage.errors",
     "Strategy": "stage.strategy",
     "Tensor": "stage.tensor",
-    "TraceSet": "stage.trace.traceset",
+    "TraceSet": "stage.traceset",
     "load_model": "stage.catalog",
     "load_strategy": "stage.catalog",
     "size": "stage.symbols",

@@ -30,7 +30,7 @@ from stage.trace.plan import StagePlan, StepPlan, UnitPlan
 from stage.trace.program import Program
 from stage.trace.stage_program import stage_program
 from stage.trace.template import Template
-from stage.trace.traceset import Job, TraceSet
+from stage.traceset import Job, TraceSet
 
 __all__ = ["sharded_block", "synthesize"]
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stage.errors import TraceError
+from stage.io.chakra import DirectorySource, open_directory, write_directory
 from stage.mesh import Mesh
 from stage.trace.expand import ClassImage, expand
 from stage.trace.groups import GroupTable
@@ -58,10 +59,8 @@ class TraceSet:
         self._position = None if job.placement is None else np.argsort(job.placement)
 
     @staticmethod
-    def open(path: str | Path) -> Any:
+    def open(path: str | Path) -> DirectorySource:
         """A trace set on disk, with the same `rank`, `nodes`, `groups` and `manifest`."""
-        from stage.io.chakra import open_directory
-
         return open_directory(path)
 
     def position(self, rank: int) -> int:
@@ -143,8 +142,6 @@ class TraceSet:
 
         `ranks` chooses which are written (all by default). An existing directory is a `TraceError` without `force`.
         """
-        from stage.io.chakra import write_directory
-
         chosen = list(self.ranks) if ranks is None else list(dict.fromkeys(ranks))
         stages = [self.stage(rank) for rank in chosen]
         manifest = {**self.manifest, "written": "all" if ranks is None else chosen}
