@@ -32,6 +32,7 @@ VARIANTS: dict[str, dict[str, SizeValue]] = {
         "vocab": 129280,
         "seq": 163840,
         "mtp_modules": 1,
+        "attention_bias": False,
         "tied": False,
     },
 }

@@ -14,7 +14,8 @@ MODEL_TYPES = ("llama",)
 def published(layers: int, d_model: int, d_ff: int, heads: int, **others: SizeValue) -> dict[str, SizeValue]:
     """Sizes of one published model; those not given are the ones of Llama 3."""
     sizes = {"layers": layers, "d_model": d_model, "d_ff": d_ff, "heads": heads}
-    return {**sizes, "kv_heads": 8, "head_dim": 128, "vocab": 128256, "seq": 131072, "tied": False, **others}
+    llama3 = {"kv_heads": 8, "head_dim": 128, "vocab": 128256, "seq": 131072}
+    return {**sizes, **llama3, "tied": False, "attention_bias": False, "mlp_bias": False, **others}
 
 
 VARIANTS: dict[str, dict[str, SizeValue]] = {

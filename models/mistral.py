@@ -11,7 +11,7 @@ MODEL_TYPES = ("mistral",)
 def published(layers: int, d_model: int, d_ff: int, heads: int, **others: SizeValue) -> dict[str, SizeValue]:
     """Sizes of one published model."""
     sizes = {"layers": layers, "d_model": d_model, "d_ff": d_ff, "heads": heads}
-    return {**sizes, "kv_heads": 8, "head_dim": 128, "tied": False, **others}
+    return {**sizes, "kv_heads": 8, "head_dim": 128, "tied": False, "window": 0, **others}
 
 
 VARIANTS: dict[str, dict[str, SizeValue]] = {

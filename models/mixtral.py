@@ -8,21 +8,11 @@ from stage import Block, Builder, HFConfig, Model, Size, SizeValue, Tensor, bloc
 MODEL_TYPES = ("mixtral",)
 
 
-def published(
-    layers: int, d_model: int, expert_d_ff: int, heads: int, **others: SizeValue
-) -> dict[str, SizeValue]:
+def published(layers: int, d_model: int, expert_d_ff: int, heads: int, seq: int) -> dict[str, SizeValue]:
     """Sizes of one published model."""
-    sizes = {"layers": layers, "d_model": d_model, "expert_d_ff": expert_d_ff, "heads": heads}
-    return {
-        **sizes,
-        "kv_heads": 8,
-        "head_dim": 128,
-        "vocab": 32000,
-        "experts": 8,
-        "top_k": 2,
-        "tied": False,
-        **others,
-    }
+    sizes = {"layers": layers, "d_model": d_model, "heads": heads, "kv_heads": 8, "head_dim": 128}
+    moe = {"experts": 8, "top_k": 2, "expert_d_ff": expert_d_ff}
+    return {**sizes, **moe, "vocab": 32000, "seq": seq, "window": 0, "tied": False}
 
 
 VARIANTS: dict[str, dict[str, SizeValue]] = {

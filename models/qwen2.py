@@ -13,7 +13,16 @@ def published(
 ) -> dict[str, SizeValue]:
     """Sizes of one published model."""
     sizes = {"layers": layers, "d_model": d_model, "d_ff": d_ff, "heads": heads, "kv_heads": kv_heads}
-    return {**sizes, "head_dim": 128, "vocab": 152064, "seq": 32768, "tied": False, **others}
+    return {
+        **sizes,
+        "head_dim": 128,
+        "vocab": 152064,
+        "seq": 32768,
+        "tied": False,
+        "window": 0,
+        "full_layers": 0,
+        **others,
+    }
 
 
 VARIANTS: dict[str, dict[str, SizeValue]] = {

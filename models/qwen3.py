@@ -11,7 +11,8 @@ MODEL_TYPES = ("qwen3",)
 def published(layers: int, d_model: int, d_ff: int, heads: int, tied: bool) -> dict[str, SizeValue]:
     """Sizes of one published model."""
     sizes = {"layers": layers, "d_model": d_model, "d_ff": d_ff, "heads": heads, "tied": tied}
-    return {**sizes, "kv_heads": 8, "head_dim": 128, "vocab": 151936, "seq": 40960}
+    sizes |= {"kv_heads": 8, "head_dim": 128, "vocab": 151936, "seq": 40960}
+    return {**sizes, "attention_bias": False, "window": 0, "full_layers": 0}
 
 
 VARIANTS: dict[str, dict[str, SizeValue]] = {

@@ -14,6 +14,7 @@ from stage.model import Block, Model, SizeValue
 from stage.tensor import Tensor
 
 __all__ = [
+    "OPTIONAL",
     "build",
     "count",
     "flag",
@@ -27,6 +28,9 @@ __all__ = [
     "windowed",
 ]
 
+OPTIONAL = frozenset({"window", "full_layers", "first_k_dense", "shared_d_ff", "q_lora_rank"})
+"""Sizes that may be 0, which means that there is no such part."""
+
 WINDOWED = {"sliding_attention": 1, "full_attention": 0}
 
 
@@ -39,7 +43,7 @@ def build(
     head: Callable[..., Tensor] | None = None,
     moe: bool = False,
 ) -> Model:
-    """The model with these layers between an embedding and a head; the size `tied` says whether that is tied."""
+    """The model with these layers between embedding and head; the size `tied` says whether that is tied."""
     tied = flag(sizes, "tied")
     last = Block("head", head or partial(blocks.lm_head, tied=tied))
     return Model(name, sizes, Block("embedding", embedding), layers, last, tied or flag(sizes, "mtp"), moe)
@@ -124,9 +128,8 @@ def read_optional(config: HFConfig, key: str, default: int) -> int:
 
 
 def read_window(config: HFConfig, default: int) -> dict[str, SizeValue]:
-    """`window` from `sliding_window`, or nothing where that is null."""
-    window = read_optional(config, "sliding_window", default)
-    return {"window": window} if window else {}
+    """`window` from `sliding_window`, 0 where that is null."""
+    return {"window": read_optional(config, "sliding_window", default)}
 
 
 def read_pattern(config: HFConfig, default: tuple[int, ...]) -> dict[str, SizeValue]:
@@ -138,7 +141,7 @@ def read_pattern(config: HFConfig, default: tuple[int, ...]) -> dict[str, SizeVa
 def read_late_windows(config: HFConfig) -> dict[str, SizeValue]:
     """Windows that need `use_sliding_window` and begin at layer `max_window_layers` (or as `layer_types`)."""
     if not config.get("use_sliding_window", False, bool):
-        return {}
+        return {"window": 0, "full_layers": 0}
     if config.get("layer_types") is not None:
         return read_window(config, 4096) | read_pattern(config, ())
     return read_window(config, 4096) | {"full_layers": config.get("max_window_layers", 28, int, minimum=0)}

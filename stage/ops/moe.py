@@ -67,6 +67,10 @@ def _moved(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) ->
     return inputs[0].elements if inputs[0].dtype != "int64" else outputs[0].elements
 
 
+def _counted(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Size:
+    return inputs[0].elements
+
+
 def _bytes(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: Any) -> Size:
     """Each copied element is read and written, whatever the shape it is copied from."""
     larger = max(inputs[0], outputs[0], key=lambda t: "experts" in t.dim_names)
@@ -93,9 +97,7 @@ PERMUTE = register(
 UNPERMUTE = register(
     Op("unpermute_tokens", _given, _unpermute_transpose, _moved, factors=_token_factors, bytes=_bytes)
 )
-COUNT_TOKENS = register(
-    Op("count_tokens", _given, None, lambda a, i, o: i[0].elements, factors=_token_factors)
-)
+COUNT_TOKENS = register(Op("count_tokens", _given, None, _counted, factors=_token_factors))
 
 
 def _sort_infer(attrs: Attrs, inputs: Sequence[Tensor]) -> list[tuple[tuple[Dim, ...], str]]:
