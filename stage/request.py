@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stage.catalog import LoadedModel, default_strategy, load_model, load_strategy
+from stage.decoder import OPTIONAL
 from stage.errors import MeshError, ModelError, StageError, StrategyError
 from stage.graph import Options
 from stage.mesh import Mesh, build_mesh
@@ -72,8 +73,11 @@ def _sized(name: str, value: SizeValue, known: Mapping[str, object], model: str)
         if value not in (0, 1):
             raise ModelError(f"size '{name}' of {model} is a switch, not {value}; set it to 0 or 1")
         return bool(value)
-    if isinstance(value, bool) or value < 1:
-        raise ModelError(f"size '{name}' of {model} is {value}; set it to a whole number of at least 1")
+    if isinstance(known[name], tuple):
+        return value if isinstance(value, tuple) else (int(value),)
+    least = 0 if name in OPTIONAL else 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ModelError(f"size '{name}' of {model} is {value}; set it to a whole number of at least {least}")
     return value
 
 

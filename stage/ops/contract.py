@@ -18,7 +18,7 @@ __all__ = ["CONTRACT", "contract_factors"]
 
 
 def contract_factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Factors:
-    """The factors given as an attribute, else every dimension by its name; a bias follows the result."""
+    """The letters of the einsum: names of dimensions, or what the attribute `factors` says instead."""
     given: Factors | None = attrs.get("factors")
     if given is None:
         return dim_factors(attrs, inputs, outputs)
@@ -31,7 +31,12 @@ def _infer(attrs: Attrs, inputs: Sequence[Tensor]) -> list[tuple[tuple[Dim, ...]
     out: Sequence[str] = attrs["out"]
     given: Factors | None = attrs.get("factors")
     names = given.operands if given is not None else tuple(t.dim_names for t in inputs)
-    sizes = {f: dim.size for t, fs in zip(inputs, names, strict=False) for f, dim in zip(fs, t.dims, strict=True) if f}
+    sizes = {
+        f: dim.size
+        for t, fs in zip(inputs, names, strict=False)
+        for f, dim in zip(fs, t.dims, strict=True)
+        if f
+    }
     sizes |= {dim.name: dim.size for t in inputs for dim in t.dims if dim.name not in sizes}
     return [(tuple(Dim(name, sizes[name]) for name in out), attrs.get("dtype", "compute"))]
 

@@ -2,10 +2,10 @@
 
     loss = log(sum_v exp(logit_v - m)) + m - logit_label,        m = max_v logit_v
 
-`logits_max`, `target_logit` and `sum_exp` reduce over the vocabulary, so each is pending where it is sharded and
-becomes one all-reduce of batch x seq numbers (three in all, as in Megatron-LM's vocabulary-parallel loss). The
-maximum takes no part in differentiation. Backward, `softmax_backward` writes exp(logit - m) / sum, and
-`target_backward` subtracts one at the label, in place.
+`logits_max`, `target_logit` and `sum_exp` reduce over the vocabulary, so each is pending where it is sharded
+and becomes one all-reduce of batch x seq numbers (three in all, as in Megatron-LM's vocabulary-parallel
+loss). The maximum takes no part in differentiation. Backward, `softmax_backward` writes exp(logit - m) / sum,
+and `target_backward` subtracts one at the label, in place.
 """
 
 from collections.abc import Callable, Sequence
