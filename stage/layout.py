@@ -88,7 +88,9 @@ def local_size(size: int, atoms: Iterable[str], mesh: Mesh, *, dim: str, tensor:
         return size // degree
     text = mesh.describe(names)
     parents = list(dict.fromkeys(mesh.parent(name) for name in names))
-    whole = f", part of {' x '.join(parents)} = {mesh.degree(parents)}" if mesh.degree(parents) != degree else ""
+    whole = (
+        f", part of {' x '.join(parents)} = {mesh.degree(parents)}" if mesh.degree(parents) != degree else ""
+    )
     raise LayoutError(
         f"{dim} = {size} of {tensor} does not divide by {text} = {degree}{whole}; "
         f"choose a {' x '.join(parents)} that divides it"
@@ -213,5 +215,3 @@ def _shard_orders(operands: tuple[Operand, ...], rule: _Rule) -> dict[str, tuple
                     f"operands of {rule.where}; reshard them to one order first"
                 )
     return orders
-
-

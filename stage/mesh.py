@@ -181,7 +181,9 @@ def _expand(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, ...]:
             raise MeshError(f"axis {name!r} is not in the mesh; use one of {known}")
         for atom in found:
             if atom in result:
-                raise MeshError(f"{name!r} repeats {atom} in axes {' '.join(names)}; name each part of the mesh once")
+                raise MeshError(
+                    f"{name!r} repeats {atom} in axes {' '.join(names)}; name each part of the mesh once"
+                )
             result.append(atom)
     return tuple(result)
 
@@ -265,7 +267,9 @@ def _check_degrees(**degrees: int | None) -> None:
     """MeshError for the first degree that is not a positive integer."""
     for name, degree in degrees.items():
         if degree is not None and (type(degree) is not int or degree < 1):
-            raise MeshError(f"{name} = {degree!r} does not count anything; give {name} an integer of at least 1")
+            raise MeshError(
+                f"{name} = {degree!r} does not count anything; give {name} an integer of at least 1"
+            )
 
 
 def _kv_replicas(tp: int, kv_heads: int | None) -> int:

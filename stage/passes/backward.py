@@ -63,7 +63,11 @@ class _Tape:
 
     def saved(self, tensor: str) -> str:
         producer = self.producers.get(tensor)
-        if producer is None or producer.op != "all_gather" or not set(producer.attrs["step"].axes) <= self.regather:
+        if (
+            producer is None
+            or producer.op != "all_gather"
+            or not set(producer.attrs["step"].axes) <= self.regather
+        ):
             return tensor
         if tensor not in self.again:
             source = self.saved(producer.inputs[0])
@@ -81,7 +85,9 @@ class _Tape:
         else:
             self._add(wrt, existing, cotangent)
 
-    def emit(self, op: str, inputs: Sequence[str], wrt: Sequence[str], suffix: str = "backward", **attrs: Any) -> None:
+    def emit(
+        self, op: str, inputs: Sequence[str], wrt: Sequence[str], suffix: str = "backward", **attrs: Any
+    ) -> None:
         assert self.current is not None
         operands, existing = list(inputs), {x: self.cotangents[x] for x in wrt if x in self.cotangents}
         adds_in = get_op(op).accumulates and len(wrt) == 1
@@ -95,7 +101,9 @@ class _Tape:
             else:
                 self.cotangents[x] = name
 
-    def emit_temporary(self, op: str, inputs: Sequence[str], like: str, dims: Sequence[Dim], **attrs: Any) -> str:
+    def emit_temporary(
+        self, op: str, inputs: Sequence[str], like: str, dims: Sequence[Dim], **attrs: Any
+    ) -> str:
         assert self.current is not None
         name = f"{self.current.name}.{op}"
         self.tensors[name] = Tensor(name, tuple(dims), self.tensors[like].dtype)
@@ -122,7 +130,9 @@ class _Tape:
         self._node("add", f"{wrt}.cotangent_sum", (existing, cotangent), (name,), {})
         self.cotangents[wrt] = name
 
-    def _node(self, op: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], attrs: dict[str, Any]) -> None:
+    def _node(
+        self, op: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], attrs: dict[str, Any]
+    ) -> None:
         fresh, i = name, 1
         while fresh in self.names:
             i += 1
@@ -131,7 +141,9 @@ class _Tape:
         self.nodes.append(Node(op, fresh, inputs, outputs, attrs, "backward"))
 
 
-def differentiate(graph: Graph, atoms: Sequence[str] = (), regather: frozenset[str] = frozenset()) -> Differentiated:
+def differentiate(
+    graph: Graph, atoms: Sequence[str] = (), regather: frozenset[str] = frozenset()
+) -> Differentiated:
     """The graph with its derivative.
 
     `atoms` are the mesh's, needed for the layouts of a sharded graph; `regather` those over which gathered operands

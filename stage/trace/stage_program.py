@@ -66,14 +66,20 @@ class _Stage:
             ahead = self.data.gather(i - 1, micro_batch, "backward")
             before = self.forwards.pop((i, micro_batch))
             x = self.assembly.resolve(before, Ref("port", "x"))
-            instance = self._place(unit, unit.backward, micro_batch, forward=before.base, x=x, dy=dy, weights=weights)
+            instance = self._place(
+                unit, unit.backward, micro_batch, forward=before.base, x=x, dy=dy, weights=weights
+            )
             dy = self.assembly.resolve(instance, unit.backward.output)
             self.data.complete(i, micro_batch)
             weights = ahead
         self._exchange("send", -1, BACKWARD, micro_batch, dy)
 
-    def _place(self, unit: UnitPlan, template: Template, micro_batch: int, forward: int = -1, **ports: int) -> Instance:
-        return self.assembly.place(template, layer=unit.layer, micro_batch=micro_batch, forward=forward, **ports)
+    def _place(
+        self, unit: UnitPlan, template: Template, micro_batch: int, forward: int = -1, **ports: int
+    ) -> Instance:
+        return self.assembly.place(
+            template, layer=unit.layer, micro_batch=micro_batch, forward=forward, **ports
+        )
 
 
 def _message(kind: str, peer: int, direction: int, step: StepPlan) -> Template:
@@ -81,7 +87,9 @@ def _message(kind: str, peer: int, direction: int, step: StepPlan) -> Template:
     what = "forward" if direction == FORWARD else "backward"
     deps = (Ref("port", "data"),) if kind == "send" else ()
     name = f"{kind}_{what}"
-    node = TemplateNode(name, kind, kind, step.message, peer=peer, deps=deps, dtype=step.dtype, phase="pipeline")
+    node = TemplateNode(
+        name, kind, kind, step.message, peer=peer, deps=deps, dtype=step.dtype, phase="pipeline"
+    )
     return Template("pipeline", "pipeline", chain([node]), numbers=("micro_batch",))
 
 

@@ -82,7 +82,9 @@ class Template:
     @property
     def ports(self) -> tuple[str, ...]:
         """Names of the ports that nodes refer to, in order of first use."""
-        return tuple(dict.fromkeys(str(r.target) for node in self.nodes for r in node.deps if r.kind == "port"))
+        return tuple(
+            dict.fromkeys(str(r.target) for node in self.nodes for r in node.deps if r.kind == "port")
+        )
 
 
 def chain(nodes: list[TemplateNode]) -> tuple[TemplateNode, ...]:
