@@ -19,6 +19,7 @@ from stage.symbols import dtype_bytes
 __all__ = ["Request", "build_model", "resolve_request"]
 
 VOCAB_MULTIPLE = 128
+DEFAULT_OPTIONS = Options()
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,11 @@ class Request:
 
 
 def build_model(
-    model: str | Path | LoadedModel | Model, sizes: Mapping[str, SizeValue] | None = None, *, options: Options = Options(), mtp: bool = False
+    model: str | Path | LoadedModel | Model,
+    sizes: Mapping[str, SizeValue] | None = None,
+    *,
+    options: Options = DEFAULT_OPTIONS,
+    mtp: bool = False,
 ) -> tuple[Model, str]:
     """A model by name, path or value with some sizes changed, and where it was found.
 
@@ -119,6 +124,13 @@ def _strategy(strategy: str | Path | Strategy | None, model: Model, options: Map
     return strategy.replace(**options)
 
 
+def _check_experts(model: Model, degrees: Mapping[str, int]) -> None:
+    """Expert degrees need experts."""
+    for axis in ("ep", "etp"):
+        if degrees[axis] > 1 and not model.moe:
+            raise StrategyError(f"{axis} = {degrees[axis]} shards experts, but {model.name} has none; set --{axis} 1")
+
+
 def _one_of(name: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
         raise StrategyError(f"{name} is {value!r}; choose one of {', '.join(known)}")
@@ -180,6 +192,7 @@ def resolve_request(
     )
     degrees = resolve_degrees({"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp}, gpus)
     chosen.check_degrees(degrees)
+    _check_experts(built, degrees)
     values = built.values
     mesh = build_mesh(**degrees, dp_shard=_shard_degree(chosen, degrees["dp"]), kv_heads=values.get("kv_heads"))
     batch, micro_batches = _micro_batches(batch, micro_batch, degrees["dp"])

@@ -1,4 +1,4 @@
-"""Element by element: sums, activations, dropout, rotary embeddings, and the reductions of transposes.
+"""Element by element: sums, activations, dropout, rotary embeddings, and the reductions their transposes need.
 
 Operands that lack a dimension of the first are broadcast along it (a bias, a scale); their gradient is a
 sum over it. `flops` are the operations an element, as kernels execute them; these ops are bound by memory.
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, dim_factors, register
+from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, register
 from stage.tensor import Dim, Size, Tensor
 
 __all__ = ["FUNCTIONS", "Function"]
@@ -31,7 +31,7 @@ FUNCTIONS = {
     "mul": Function(1, 2),
     "sigmoid": Function(3, 3),
 }
-"""`swiglu` is silu(gate) * up (* weight where there is a third operand), one kernel as Megatron fuses it."""
+"""`swiglu` is silu(gate) * up (and * weight where there is a third operand), one kernel as Megatron fuses it."""
 
 
 def _like_first(attrs: Attrs, inputs: Sequence[Tensor]) -> list[tuple[tuple[Dim, ...], str]]:
@@ -57,14 +57,11 @@ def _add_transpose(tape: Tape, node: Any) -> None:
 
 def add_factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Factors:
     """By name, but a table of positions is a table over the sequence."""
-    rename: dict[Factor, Factor] = (
-        {"positions": "seq"} if any("positions" in t.dim_names for t in (*inputs, *outputs)) else {}
-    )
-    by_name = dim_factors(attrs, inputs, outputs)
-    return Factors(
-        tuple(tuple(rename.get(f, f) for f in fs) for fs in by_name.operands),
-        tuple(tuple(rename.get(f, f) for f in fs) for fs in by_name.results),
-    )
+    return Factors(tuple(_over_seq(t) for t in inputs), tuple(_over_seq(t) for t in outputs))
+
+
+def _over_seq(tensor: Tensor) -> tuple[Factor, ...]:
+    return tuple("seq" if name == "positions" else name for name in tensor.dim_names)
 
 
 ADD = register(Op("add", _like_first, _add_transpose, _add_flops, factors=add_factors, accumulates=False))

@@ -87,7 +87,7 @@ class _Tape:
         adds_in = get_op(op).accumulates and len(wrt) == 1
         if adds_in and existing:
             operands.append(existing[wrt[0]])
-        fresh = [self._cotangent_of(x) for x in wrt]
+        fresh = [self.cotangent_like(x) for x in wrt]
         self._node(op, f"{self.current.name}.{suffix}", tuple(operands), tuple(fresh), attrs)
         for x, name in zip(wrt, fresh, strict=True):
             if x in existing and not adds_in:
@@ -103,7 +103,7 @@ class _Tape:
         self._node(op, name, tuple(inputs), (name,), attrs)
         return name
 
-    def _cotangent_of(self, primal: str) -> str:
+    def cotangent_like(self, primal: str) -> str:
         tensor = self.tensors[primal]
         gradient = tensor.role == "parameter"
         base = f"d.{primal}"
@@ -118,7 +118,7 @@ class _Tape:
         return name
 
     def _add(self, wrt: str, existing: str, cotangent: str) -> None:
-        name = self._cotangent_of(wrt)
+        name = self.cotangent_like(wrt)
         self._node("add", f"{wrt}.cotangent_sum", (existing, cotangent), (name,), {})
         self.cotangents[wrt] = name
 
@@ -140,7 +140,7 @@ def differentiate(graph: Graph, atoms: Sequence[str] = (), regather: frozenset[s
     tape = _Tape(graph, atoms, regather)
     seeds = []
     for out in graph.outputs:
-        seed = tape._cotangent_of(out)
+        seed = tape.cotangent_like(out)
         tape.cotangents[out] = seed
         seeds.append(seed)
     for node in reversed(graph.nodes):

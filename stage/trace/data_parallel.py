@@ -36,6 +36,7 @@ class DataParallel:
     scatters: dict[tuple[str, int], Template | None] = field(default_factory=dict)
     synced: set[int] = field(default_factory=set)
     final: dict[str, Template] = field(default_factory=dict)
+    updated: int = -1
 
     @property
     def _sharded(self) -> bool:
@@ -44,9 +45,14 @@ class DataParallel:
     # ---- parameters -------------------------------------------------------------------------------------------
 
     def gather(self, unit: int, micro_batch: int, phase: str) -> int:
-        """The node that gathers a block's parameters; -1 where they are whole, or there is no such block."""
-        if not self._sharded or not 0 <= unit < len(self.plan.units):
+        """The node that gathers a block's parameters; -1 where they are whole, or there is no such block.
+
+        Parameters that ZeRO 1 and 2 gathered at the end of a step are waited for by the first forward of the next.
+        """
+        if not 0 <= unit < len(self.plan.units):
             return -1
+        if not self._sharded:
+            return self.updated if phase == "forward" and micro_batch == 0 else -1
         plan = self.plan.units[unit]
         if plan.head and phase == "backward":
             return -1
@@ -67,7 +73,7 @@ class DataParallel:
                 f"parameters{suffix}.all_gather", "all_gather", "all_gather", _shard_elements(group, self.step, axes) * width,
                 axes=axes, deps=(Ref("port", "free"),), dtype=self.step.dtype, phase=phase,
             )
-            for suffix, axes, group in _by_axes(unit.parameters, self.step)
+            for suffix, axes, group in _by_axes(unit.reads, self.step)
             if axes
         ]
         return Template(unit.kind, phase, chain(nodes), numbers=unit.forward.numbers) if nodes else None
@@ -148,6 +154,8 @@ class DataParallel:
             self.final["finish"] = Template("optimizer", "optimizer", chain(self._finish_nodes()), numbers=())
         if self.final["finish"].nodes:
             self.assembly.place(self.final["finish"], grad=ready, synced=self.assembly.last("comm"))
+        if self.step.sharding.zero:
+            self.updated = self.assembly.last("comm")
 
     def _finish_nodes(self) -> list[TemplateNode]:
         nodes = self._model_sums()
@@ -214,7 +222,7 @@ class DataParallel:
         atoms = tuple(name for name, _ in self.step.mesh.atoms)
         if self.step.sharding.zero:
             return [atoms] if atoms else []
-        kinds = sorted({p.expert for unit in self.plan.units for p in unit.parameters})
+        kinds = (False, True) if self.step.experts else (False,)
         copies = [set(self.step.mesh.expand(("edp",) if expert else ("dp", "cp"))) for expert in kinds]
         found = [tuple(a for a in atoms if a not in same) for same in copies]
         return [axes for axes in dict.fromkeys(found) if axes]

@@ -14,7 +14,7 @@ from stage.mesh import Mesh
 from stage.ops import get_op
 from stage.ops.collective import is_collective
 from stage.passes.backward import Differentiated
-from stage.symbols import dtype_bytes, evaluate, exact
+from stage.symbols import dtype_bytes, exact
 from stage.tensor import Dim, Tensor, resolve_dtypes
 from stage.trace.template import Ref, Template, TemplateNode, chain
 

@@ -16,8 +16,8 @@ class StepPlan:
     """The organisation of a step.
 
     `message` is the bytes of an activation between stages. `per_micro_batch` reduces gradients after every backward,
-    not once. `overlap` starts a bucket's reduction when it is complete, not at the end. `tied` says that first and
-    last stage share `tied_elements` of the token table and sum its gradient.
+    not once. `overlap` starts a bucket's reduction when it is complete, not at the end. `tied_elements` are those of the
+    token table whose gradient first and last stage sum, because both use it. `experts` says whether any stage has some.
     """
 
     stages: int
@@ -31,6 +31,7 @@ class StepPlan:
     overlap: bool
     clip: bool
     tied_elements: int
+    experts: bool
     sharding: Sharding
     mesh: Mesh
     widths: Mapping[str, int]
@@ -40,7 +41,7 @@ class StepPlan:
 class UnitPlan:
     """A block of a stage: its templates, its parameters, and its layer (-1 for embedding and head).
 
-    A `head` is not gathered again for its backward, which follows its forward at once.
+    `parameters` are those the block owns, `reads` also one that it shares with a block before it on the stage. A `head` is not gathered again for its backward, which follows its forward at once.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class UnitPlan:
     forward: Template
     backward: Template
     parameters: tuple[Parameter, ...]
+    reads: tuple[Parameter, ...]
     head: bool = False
 
 

@@ -89,4 +89,5 @@ class Assembly:
         return (instance.base if ref.kind == "self" else instance.forward) + int(ref.target)
 
     def program(self) -> Program:
+        """What has been placed, as a program."""
         return Program(tuple(self.templates), tuple(self.instances), self.nodes)
