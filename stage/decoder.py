@@ -60,7 +60,7 @@ def count(sizes: Mapping[str, SizeValue], name: str, default: int | None = None,
     value = sizes.get(name, default)
     if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
         return value
-    raise ModelError(f"size {name} is {value}, where a number of at least {minimum} is needed; set it")
+    raise ModelError(f"size {name} is {value}, where a number of at least {minimum} is needed; set {name}")
 
 
 def flag(sizes: Mapping[str, SizeValue], name: str) -> bool:
@@ -152,9 +152,7 @@ def read_numbers(config: HFConfig, key: str) -> tuple[int, ...]:
     listed = config.get(key, [], list)
     if all(isinstance(value, int) for value in listed):
         return tuple(listed)
-    raise ModelError(
-        f"{config.origin}: key '{key}' holds {listed}, where a list of layers' numbers is expected"
-    )
+    raise ModelError(f"{config.origin}: key '{key}' holds {listed}, where numbers of layers are expected")
 
 
 def _windows(config: HFConfig, names: list[object]) -> tuple[int, ...]:
@@ -167,7 +165,8 @@ def _windows(config: HFConfig, names: list[object]) -> tuple[int, ...]:
         )
     if len(names) < layers:
         raise ModelError(
-            f"{config.origin}: key 'layer_types' has {len(names)} entries, where {layers} layers are"
+            f"{config.origin}: key 'layer_types' has {len(names)} entries, where {layers} layers are; "
+            "give one for each layer"
         )
     return tuple(WINDOWED[str(name)] for name in names[:layers])
 
