@@ -19,7 +19,7 @@ import sympy
 
 from stage.errors import StageError
 
-__all__ = ["dtype_bytes", "evaluate", "size"]
+__all__ = ["dtype_bytes", "evaluate", "exact", "size"]
 
 _DTYPE_BYTES = {
     "fp64": 8,
@@ -75,20 +75,25 @@ def evaluate(expr: sympy.Expr | int, values: Mapping[str, int]) -> int:
 
     Raises StageError if a symbol has no value, or if the result is not an integer.
     """
-    if isinstance(expr, int):
-        return expr
-    try:
-        result = _value(expr, values)
-    except KeyError as err:
-        known = ", ".join(sorted(values)) or "none"
-        raise StageError(f"size {err.args[0]!r} has no value in {expr}; add it to {known}") from None
-    except ZeroDivisionError:
-        raise StageError(f"{expr} divides by zero with {_given(expr, values)}; change those sizes") from None
+    result = exact(expr, values)
     if isinstance(result, int):
         return result
     if result.denominator == 1:
         return result.numerator
     raise StageError(f"{expr} = {result} is not an integer with {_given(expr, values)}; change those sizes")
+
+
+def exact(expr: sympy.Expr | int, values: Mapping[str, int]) -> int | Fraction:
+    """The exact value of `expr`, a fraction where it is not an integer; errors as of `evaluate`."""
+    if isinstance(expr, int):
+        return expr
+    try:
+        return _value(expr, values)
+    except KeyError as err:
+        known = ", ".join(sorted(values)) or "none"
+        raise StageError(f"size {err.args[0]!r} has no value in {expr}; add it to {known}") from None
+    except ZeroDivisionError:
+        raise StageError(f"{expr} divides by zero with {_given(expr, values)}; change those sizes") from None
 
 
 def _given(expr: sympy.Expr, values: Mapping[str, int]) -> str:

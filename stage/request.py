@@ -1,0 +1,228 @@
+"""What a user asks for, made definite: the model with its sizes, the strategy, the degrees and the batch.
+
+Every mistake in it is found here, before any work, and said in one line.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stage.catalog import LoadedModel, default_strategy, load_model, load_strategy
+from stage.decoder import OPTIONAL
+from stage.errors import MeshError, ModelError, StageError, StrategyError
+from stage.graph import Options
+from stage.mesh import Mesh, build_mesh
+from stage.model import Model, SizeValue
+from stage.strategy import Strategy
+from stage.symbols import dtype_bytes
+
+__all__ = ["Request", "build_model", "resolve_request"]
+
+VOCAB_MULTIPLE = 128
+DEFAULT_OPTIONS = Options()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job, definite: `sizes` are the model's with padded vocabulary, `batch` and `seq` of one micro-batch of all ranks."""
+
+    model: Model
+    origin: str
+    strategy: Strategy
+    mesh: Mesh
+    degrees: Mapping[str, int]
+    sizes: Mapping[str, int]
+    batch: int
+    micro_batch: int
+    micro_batches: int
+    seq: int
+    dtype: str
+    grad_dtype: str
+    grad_reduce: str
+    clip: bool
+    steps: int
+    stage_layers: tuple[int, ...] | None
+    placement: tuple[int, ...] | None
+
+
+def build_model(
+    model: str | Path | LoadedModel | Model,
+    sizes: Mapping[str, SizeValue] | None = None,
+    *,
+    options: Options = DEFAULT_OPTIONS,
+    mtp: bool = False,
+) -> tuple[Model, str]:
+    """A model by name, path or value with some sizes changed, and where it was found.
+
+    A `ModelError` for a size that the model does not have.
+    """
+    if isinstance(model, Model):
+        if sizes:
+            raise ModelError(f"sizes {', '.join(sizes)} can not be set on a built model; change its sizes where it is built")
+        return model.with_options(options), model.name
+    loaded = model if isinstance(model, LoadedModel) else load_model(model)
+    known = dict(loaded.sizes)
+    for name, value in (sizes or {}).items():
+        known[name] = _sized(name, value, known, loaded.name)
+    if mtp:
+        if not known.get("mtp_modules"):
+            raise ModelError(f"{loaded.name} has no multi-token-prediction modules; leave --mtp out")
+        known["mtp"] = known["mtp_modules"]
+    return loaded.module.model(loaded.name, known).with_options(options), loaded.origin
+
+
+def _sized(name: str, value: SizeValue, known: Mapping[str, object], model: str) -> SizeValue:
+    if name not in known:
+        raise ModelError(f"size '{name}' is not one of {model}; its sizes are {', '.join(sorted(known))}")
+    if isinstance(known[name], bool):
+        if value not in (0, 1):
+            raise ModelError(f"size '{name}' of {model} is a switch, not {value}; set it to 0 or 1")
+        return bool(value)
+    if isinstance(known[name], tuple):
+        return value if isinstance(value, tuple) else (int(value),)
+    least = 0 if name in OPTIONAL else 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ModelError(f"size '{name}' of {model} is {value}; set it to a whole number of at least {least}")
+    return value
+
+
+def resolve_degrees(given: Mapping[str, int | None], gpus: int | None) -> dict[str, int]:
+    """The degrees with `dp` filled in so that they multiply to `gpus`."""
+    degrees = {axis: 1 if value is None else value for axis, value in given.items()}
+    for axis, value in degrees.items():
+        if value < 1:
+            raise MeshError(f"{axis} = {value} is not a degree; give a whole number of at least 1")
+    rest = degrees["pp"] * degrees["cp"] * degrees["tp"]
+    if gpus is not None and given["dp"] is None:
+        if gpus < 1 or gpus % rest:
+            raise MeshError(f"pp x cp x tp = {rest} does not divide {gpus} gpus; change the degrees or --gpus")
+        degrees["dp"] = gpus // rest
+    world = rest * degrees["dp"]
+    if gpus is not None and world != gpus:
+        text = " x ".join(f"{axis} {degrees[axis]}" for axis in ("pp", "dp", "cp", "tp"))
+        raise MeshError(f"{text} = {world} is not {gpus} gpus; change a degree or --gpus, or leave --dp out to fill it")
+    return degrees
+
+
+def _micro_batches(batch: int | None, micro_batch: int, dp: int) -> tuple[int, int]:
+    """The batch, and how many micro-batches each pipeline runs of it."""
+    share = micro_batch * dp
+    batch = share if batch is None else batch
+    if micro_batch < 1 or batch < 1 or batch % share:
+        raise StrategyError(
+            f"batch = {batch} does not divide by micro_batch x dp = {micro_batch} x {dp} = {share}; "
+            f"choose a multiple of {max(share, 1)}"
+        )
+    return batch, batch // share
+
+
+def _strategy(strategy: str | Path | Strategy | None, model: Model, options: Mapping[str, object]) -> Strategy:
+    if strategy is None:
+        strategy = default_strategy("moe" if model.moe else "dense")
+    elif not isinstance(strategy, Strategy):
+        strategy = load_strategy(strategy)
+    return strategy.replace(**options)
+
+
+def _check_experts(model: Model, degrees: Mapping[str, int]) -> None:
+    """Expert degrees need experts."""
+    for axis in ("ep", "etp"):
+        if degrees[axis] > 1 and not model.moe:
+            raise StrategyError(f"{axis} = {degrees[axis]} shards experts, but {model.name} has none; set --{axis} 1")
+
+
+def _one_of(name: str, value: str, known: Sequence[str]) -> str:
+    if value not in known:
+        raise StrategyError(f"{name} is {value!r}; choose one of {', '.join(known)}")
+    return value
+
+
+def _placement(placement: Sequence[int] | None, world: int) -> tuple[int, ...] | None:
+    if placement is None:
+        return None
+    if sorted(placement) != list(range(world)):
+        raise MeshError(
+            f"placement lists {len(placement)} ranks; give each of the {world} ranks from 0 to {world - 1} exactly once"
+        )
+    return tuple(placement)
+
+
+def resolve_request(
+    model: str | Path | Model,
+    strategy: str | Path | Strategy | None = None,
+    *,
+    gpus: int | None = None,
+    dp: int | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    vpp: int = 1,
+    dp_shard: int | None = None,
+    batch: int | None = None,
+    micro_batch: int = 1,
+    seq: int | None = None,
+    schedule: str | None = None,
+    zero: int | None = None,
+    recompute: str | None = None,
+    stage_layers: Sequence[int] | None = None,
+    grad_reduce: str = "step",
+    dtype: str = "bf16",
+    grad_dtype: str = "fp32",
+    clip: bool = True,
+    vocab_multiple: int | None = None,
+    dropout: bool = False,
+    steps: int = 1,
+    sizes: Mapping[str, SizeValue] | None = None,
+    attention: str = "fused",
+    mask: str = "causal",
+    mtp: bool = False,
+    bucket_size: int | None = None,
+    placement: Sequence[int] | None = None,
+) -> Request:
+    """The job that these options ask for; a `StageError` in one line for what is wrong with them."""
+    options = Options(_one_of("attention", attention, ("fused", "unfused")), _one_of("mask", mask, ("causal", "full")), dropout)
+    built, origin = build_model(model, sizes, options=options, mtp=mtp)
+    if vpp != 1:
+        raise StrategyError(f"vpp = {vpp} needs an interleaved schedule, and 1f1b and gpipe have none; set --vpp 1")
+    chosen = _strategy(
+        strategy, built,
+        {"schedule": schedule, "zero": zero, "recompute": recompute, "bucket_size": bucket_size, "dp_shard": dp_shard},
+    )
+    degrees = resolve_degrees({"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp}, gpus)
+    chosen.check_degrees(degrees)
+    _check_experts(built, degrees)
+    values = built.values
+    mesh = build_mesh(**degrees, dp_shard=_shard_degree(chosen, degrees["dp"]), kv_heads=values.get("kv_heads"))
+    batch, micro_batches = _micro_batches(batch, micro_batch, degrees["dp"])
+    seq = values["seq"] if seq is None else seq
+    if seq < 1 or steps < 1:
+        raise StageError(f"seq = {seq} and steps = {steps} must both be at least 1; change the smaller one")
+    for kind in (dtype, grad_dtype):
+        dtype_bytes(kind)
+    return Request(
+        model=built, origin=origin, strategy=chosen, mesh=mesh, degrees=degrees,
+        sizes=_padded(values, vocab_multiple, degrees["tp"]) | {"batch": micro_batch * degrees["dp"], "seq": seq},
+        batch=batch, micro_batch=micro_batch, micro_batches=micro_batches, seq=seq, dtype=dtype, grad_dtype=grad_dtype,
+        grad_reduce=_one_of("grad_reduce", grad_reduce, ("step", "microbatch")), clip=clip, steps=steps,
+        stage_layers=None if stage_layers is None else tuple(stage_layers), placement=_placement(placement, mesh.world),
+    )
+
+
+def _shard_degree(strategy: Strategy, dp: int) -> int | None:
+    """The inner size of data parallelism, where the strategy has one that is smaller than dp."""
+    inner = strategy.dp_shard
+    if inner is None or inner >= dp:
+        return None
+    return inner
+
+
+def _padded(values: Mapping[str, int], multiple: int | None, tp: int) -> dict[str, int]:
+    """The sizes with the vocabulary padded to a multiple of `multiple` x tp, as Megatron-LM pads it."""
+    unit = (VOCAB_MULTIPLE if multiple is None else multiple) * tp
+    if unit < 1:
+        raise StageError(f"vocab multiple is {multiple}; give a whole number of at least 1")
+    return {**values, "vocab": -(-values["vocab"] // unit) * unit}
+
+

@@ -1,0 +1,208 @@
+"""Parallelism strategies: which mesh axes shard each tensor dim, and how a step is organised.
+
+A strategy is a TOML file: a table *dim -> axes* and a few names. For an op, going down the table, each dim
+that the op has takes those of its axes that are still free in this op, so the order of the rows is their
+priority.
+
+Invariants:
+    * every key, dim, axis and name is a known one, and the message for any other lists the known ones;
+    * an axis appears at most once in a row, and the mesh is listed outermost first;
+    * an axis that a strategy does not mention has degree 1 (`check_degrees`).
+"""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+from stage.errors import StrategyError
+
+__all__ = ["AXES", "DIMS", "MESH", "RECOMPUTE", "SCHEDULES", "Strategy", "parse_strategy"]
+
+MESH = ("pp", "dp", "cp", "tp")
+AXES = ("dp", "cp", "tp", "edp", "ep", "etp")
+DIMS = (
+    "heads",
+    "kv_heads",
+    "d_ff",
+    "shared_d_ff",
+    "vocab",
+    "experts",
+    "expert_d_ff",
+    "slots",  # token slots of the experts, after dispatch
+    "batch",
+    "seq",
+)
+SCHEDULES = ("1f1b", "gpipe")
+RECOMPUTE = ("none", "full", "selective")
+ARCHITECTURES = ("dense", "moe")
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to split a model over a mesh, as read from a file and changed by options.
+
+    >>> strategy = parse_strategy('shard = {heads = ["tp"], batch = ["dp"]}', "mine", "mine.toml")
+    >>> strategy.axes("heads"), strategy.axes("seq"), strategy.replace(zero=3, schedule=None).zero
+    (('tp',), (), 3)
+    >>> strategy.replace(schedule="zigzag")
+    Traceback (most recent call last):
+    stage.errors.StrategyError: strategy mine: schedule is 'zigzag'; known: 1f1b, gpipe
+    """
+
+    name: str
+    shard: tuple[tuple[str, tuple[str, ...]], ...]
+    title: str = ""
+    source: str = ""
+    mesh: tuple[str, ...] = MESH
+    schedule: str = "1f1b"
+    recompute: str = "none"
+    zero: int = 0  # sharded over data parallel ranks: 1 optimizer states, 2 also gradients, 3 also parameters
+    regather: tuple[str, ...] = ()  # axes whose gathered inputs are gathered again in backward, not kept
+    overlap_grad: bool = False  # a bucket's gradients are reduced as soon as they are complete
+    bucket_size: int = 0  # elements of a gradient bucket; 0 is one bucket
+    dp_shard: int | None = None  # inner size of dp within which parameters are sharded; None is all of dp
+    fuse: bool = False  # q, k, v and gate, up are one matrix multiplication each
+    default_for: tuple[str, ...] = ()  # architectures that take this strategy when none is named
+
+    def __post_init__(self) -> None:
+        for axis in (axis for _, row in self.shard for axis in row):
+            if axis in MESH and axis not in self.mesh:
+                raise StrategyError(
+                    f"strategy {self.name}: [shard] uses {axis}, which is not in mesh = {list(self.mesh)}; "
+                    "add it there"
+                )
+
+    def axes(self, dim: str) -> tuple[str, ...]:
+        """The axes that may shard `dim`, major first; none for a dim that the table does not have."""
+        return dict(self.shard).get(dim, ())
+
+    def replace(self, **options: object) -> "Strategy":
+        """This strategy with the options that are not None set, checked as the file's keys are."""
+        given = {key: value for key, value in options.items() if value is not None}
+        current = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Strategy(**current | _checked(given, f"strategy {self.name}"))
+
+    def check_degrees(self, degrees: Mapping[str, int]) -> None:
+        """A `StrategyError` for an axis of a degree above 1 that this strategy does not use."""
+        used = {*self.mesh, *(axis for _, row in self.shard for axis in row)}
+        for axis, degree in degrees.items():
+            if degree > 1 and axis not in used:
+                known = ", ".join(axis for axis in (*MESH, "ep", "etp") if axis in used)
+                raise StrategyError(
+                    f"strategy {self.name} does not use the axis {axis}, but its degree is {degree}; "
+                    f"leave it at 1 or take a strategy that uses it (this one uses {known})"
+                )
+
+
+def parse_strategy(text: str, name: str, origin: str) -> Strategy:
+    """The strategy in the TOML `text` of the file `origin`; a `StrategyError` names the file and the key."""
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as err:  # TOMLDecodeError, and absurd numbers or nesting
+        raise StrategyError(f"{origin}: not valid TOML: {err}") from err
+    if "shard" not in table:
+        raise StrategyError(f"{origin}: table [shard] is missing; it says which axes shard each dim")
+    return Strategy(name=name, **_checked(table, origin))
+
+
+def _checked(values: Mapping[str, object], where: str) -> dict[str, Any]:
+    for key in values:
+        if key not in _KEYS:
+            hint = f"{_near(key, _KEYS)}; known keys: {_listed(_KEYS)}"
+            raise StrategyError(f"{where}: unknown key '{key}'{hint}")
+    return {key: _KEYS[key](value, f"{where}: {key}") for key, value in values.items()}
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise StrategyError(f"{where} is {value!r}; a text is expected")
+    return value
+
+
+def _flag(value: object, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise StrategyError(f"{where} is {value!r}; true or false is expected")
+    return value
+
+
+def _integer(low: int, high: int | None = None) -> Callable[[object, str], int]:
+    span = f"of at least {low}" if high is None else f"from {low} to {high}"
+
+    def check(value: object, where: str) -> int:
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= low
+        if not fits or (high is not None and isinstance(value, int) and value > high):
+            raise StrategyError(f"{where} is {value!r}; an integer {span} is expected")
+        assert isinstance(value, int)
+        return value
+
+    return check
+
+
+def _choice(known: tuple[str, ...]) -> Callable[[object, str], str]:
+    def check(value: object, where: str) -> str:
+        if not isinstance(value, str) or value not in known:
+            raise StrategyError(f"{where} is {value!r}{_near(value, known)}; known: {_listed(known)}")
+        return value
+
+    return check
+
+
+def _names(known: tuple[str, ...], kind: str) -> Callable[[object, str], tuple[str, ...]]:
+    def check(value: object, where: str) -> tuple[str, ...]:
+        if not isinstance(value, list | tuple):
+            raise StrategyError(f"{where} is {value!r}; a list of names is expected, such as [{known[0]!r}]")
+        for name in value:
+            if name not in known:
+                hint = f"{_near(name, known)}; known: {_listed(known)}"
+                raise StrategyError(f"{where}: unknown {kind} {name!r}{hint}")
+        if len(set(value)) < len(value):
+            raise StrategyError(f"{where} is {list(value)}; each {kind} may appear once")
+        return tuple(value)
+
+    return check
+
+
+def _mesh(value: object, where: str) -> tuple[str, ...]:
+    mesh = _names(MESH, "axis")(value, where)
+    ordered = tuple(axis for axis in MESH if axis in mesh)
+    if mesh != ordered:
+        raise StrategyError(f"{where} is {list(mesh)}; list the axes outermost first: {list(ordered)}")
+    return mesh
+
+
+def _shard(value: object, where: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    rows = dict(value) if isinstance(value, Mapping | tuple) else None
+    if rows is None:
+        raise StrategyError(f"{where} is {value!r}; a table of dim = [axes] is expected")
+    for dim in rows:
+        if dim not in DIMS:
+            raise StrategyError(f"{where}: unknown dim '{dim}'{_near(dim, DIMS)}; known: {_listed(DIMS)}")
+    return tuple((dim, _names(AXES, "axis")(axes, f"{where}: {dim}")) for dim, axes in rows.items())
+
+
+def _near(name: object, known: Mapping[str, object] | tuple[str, ...]) -> str:
+    near = get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def _listed(known: Mapping[str, object] | tuple[str, ...]) -> str:
+    return ", ".join(known)
+
+
+_KEYS: dict[str, Callable[[object, str], object]] = {
+    "title": _text,
+    "source": _text,
+    "mesh": _mesh,
+    "shard": _shard,
+    "schedule": _choice(SCHEDULES),
+    "recompute": _choice(RECOMPUTE),
+    "zero": _integer(0, 3),
+    "regather": _names(AXES, "axis"),
+    "overlap_grad": _flag,
+    "bucket_size": _integer(0),
+    "dp_shard": _integer(1),
+    "fuse": _flag,
+    "default_for": _names(ARCHITECTURES, "architecture"),
+}

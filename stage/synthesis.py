@@ -1,0 +1,174 @@
+"""Synthesis: from a request to a trace set, a chain of pure functions.
+
+model -> graph of each kind of block -> sharded -> differentiated -> recomputation -> templates
+-> stages -> programs -> trace set
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import stage
+from stage.model import Block, Model
+from stage.passes.backward import Differentiated, differentiate
+from stage.passes.fuse import fuse
+from stage.passes.recompute import recompute
+from stage.passes.shard import rest_layout, shard
+from stage.pipeline.stages import Unit, cut
+from stage.request import Request, resolve_request
+from stage.strategy import Strategy
+from stage.symbols import dtype_bytes, size
+from stage.tensor import Dim, Tensor
+from stage.trace.buckets import plan_buckets
+from stage.trace.image import NameStyle
+from stage.trace.lower import Concrete, lower
+from stage.trace.parameters import Parameter, Sharding, unit_parameters
+from stage.trace.plan import StagePlan, StepPlan, UnitPlan
+from stage.trace.program import Program
+from stage.trace.stage_program import stage_program
+from stage.trace.template import Template
+from stage.traceset import Job, TraceSet
+
+__all__ = ["sharded_block", "synthesize"]
+
+
+def synthesize(model: str | Path | Model, strategy: str | Path | Strategy | None = None, **options: Any) -> TraceSet:
+    """The trace set of a model under a strategy.
+
+    `options` are those of `stage.request.resolve_request`: degrees (`gpus dp tp pp cp ep etp dp_shard`), the batch
+    (`batch micro_batch seq`), and how the step runs (`schedule zero recompute stage_layers grad_reduce dtype ...`).
+    A mistake in them is a `StageError`.
+
+    >>> traces = synthesize("llama3-8b", gpus=8, tp=2, pp=2, batch=8, seq=4096, sizes={"layers": 4})
+    >>> traces.world, len(traces.groups)
+    (8, 9)
+    """
+    request = resolve_request(model, strategy, **options)
+    return TraceSet(job(request))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of block, lowered."""
+
+    forward: Template
+    backward: Template
+    parameters: tuple[Parameter, ...]
+
+
+def sharded_block(request: Request, block: Block) -> Differentiated:
+    """A block's forward and backward graphs on the request's mesh, with recomputation as asked."""
+    mesh, strategy = request.mesh, request.strategy
+    sizes = symbol_values(request)
+    whole = request.model.graph(block)
+    graph = shard(fuse(whole) if strategy.fuse else whole, strategy.shard, mesh, sizes)
+    both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
+    if strategy.recompute != "none" and block in request.model.layers:
+        both = recompute(both, strategy.recompute)
+    return both
+
+
+def symbol_values(request: Request) -> dict[str, int]:
+    """A value for every size symbol; `sources` is how many devices tokens come from."""
+    tokens = Tensor("tokens", (Dim("batch", size("batch")), Dim("seq", size("seq"))))
+    values = dict(request.sizes)
+    rest = rest_layout(tokens, request.strategy.shard, request.mesh, values)
+    return values | {"sources": request.mesh.degree([axis for axes in rest.dims for axis in axes])}
+
+
+def job(request: Request) -> Job:
+    """Everything a trace set needs, computed once for each kind of block and each stage."""
+    model, mesh = request.model, request.mesh
+    widths = {"compute": dtype_bytes(request.dtype), "gradient": dtype_bytes(request.grad_dtype)}
+    concrete = Concrete(symbol_values(request), mesh, {"compute": request.dtype, "gradient": request.grad_dtype})
+    kinds = {block: _lowered(request, block, concrete) for block in dict.fromkeys(model.blocks)}
+    step = _step_plan(request, kinds, widths, concrete)
+    stages = cut(model, request.degrees["pp"], request.stage_layers)
+    programs = tuple(_program(i, units, kinds, step, request) for i, units in enumerate(stages))
+    digits = NameStyle(
+        len(str(len(model.layers) - 1)), len(str(request.micro_batches - 1)), len(str(request.steps - 1)) if request.steps > 1 else 0
+    )
+    placement = None if request.placement is None else np.array(request.placement, np.int64)
+    return Job(mesh, programs, digits, describe(request, stages), placement)
+
+
+def _lowered(request: Request, block: Block, concrete: Concrete) -> _Kind:
+    both = sharded_block(request, block)
+    numbers = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
+    forward, backward = lower(both, concrete, gathered=_gathered(request), numbers=numbers)
+    return _Kind(forward, backward, tuple(unit_parameters(both.forward, concrete)))
+
+
+def _gathered(request: Request) -> bool:
+    """Whether parameters are gathered before use: always under ZeRO 3, between steps with a sharded optimizer."""
+    zero = request.strategy.zero
+    return zero == 3 or (zero > 0 and request.steps > 1)
+
+
+def _step_plan(request: Request, kinds: Mapping[Block, _Kind], widths: Mapping[str, int], concrete: Concrete) -> StepPlan:
+    model, strategy, mesh = request.model, request.strategy, request.mesh
+    x = model.graph(model.layers[0]).tensors["x"]
+    message = concrete.local(x, rest_layout(x, strategy.shard, mesh, concrete.sizes)).elements * widths["compute"]
+    replicate = frozenset(mesh.expand(["dp_replicate"])) if strategy.dp_shard is not None else frozenset()
+    sharding = Sharding(strategy.zero, replicate)
+    shared = _shared(kinds[model.embedding], kinds[model.head]) if request.degrees["pp"] > 1 else []
+    tied = sum(-(-p.rows // (mesh.degree(sharding.split(p.data)[0]) if strategy.zero == 3 else 1)) * p.columns for p in shared)
+    return StepPlan(
+        stages=request.degrees["pp"], micro_batches=request.micro_batches, schedule=strategy.schedule, steps=request.steps,
+        message=message, dtype=request.dtype, grad_dtype=request.grad_dtype,
+        per_micro_batch=request.grad_reduce == "microbatch", overlap=strategy.overlap_grad, clip=request.clip,
+        tied_elements=tied, experts=any(p.expert for kind in kinds.values() for p in kind.parameters), sharding=sharding, mesh=mesh, widths=widths,
+    )
+
+
+def _shared(embedding: _Kind, head: _Kind) -> list[Parameter]:
+    """Parameters that the first and the last block both have: a tied token table, or that of a prediction module."""
+    names = {p.name for p in head.parameters}
+    return [p for p in embedding.parameters if p.name in names]
+
+
+def _program(index: int, units: list[Unit], kinds: Mapping[Block, _Kind], step: StepPlan, request: Request) -> Program:
+    seen: set[str] = set()
+    plans = []
+    for unit in units:
+        kind = kinds[unit.block]
+        own = tuple(p for p in kind.parameters if unit.layer >= 0 or p.name not in seen)
+        seen.update(p.name for p in own if unit.layer < 0)
+        head = unit.block == request.model.head
+        plans.append(UnitPlan(unit.block.kind, unit.layer, kind.forward, kind.backward, own, kind.parameters, head))
+    buckets = plan_buckets([p.parameters for p in plans], step.sharding, step.mesh, request.strategy.bucket_size)
+    return stage_program(StagePlan(index, tuple(plans), tuple(buckets)), step)
+
+
+def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
+    """The inputs and what they resolved to, for the manifest."""
+    strategy = request.strategy
+    return {
+        "stage": stage.__version__,
+        "model": request.model.name,
+        "origin": Path(request.origin).name,
+        "strategy": strategy.name,
+        "sizes": dict(sorted({**request.model.sizes, **request.sizes}.items())),
+        "mesh": {**request.degrees, "atoms": [list(atom) for atom in request.mesh.atoms]},
+        "batch": request.batch,
+        "micro_batch": request.micro_batch,
+        "micro_batches": request.micro_batches,
+        "seq": request.seq,
+        "steps": request.steps,
+        "schedule": strategy.schedule,
+        "recompute": strategy.recompute,
+        "zero": strategy.zero,
+        "bucket_size": strategy.bucket_size,
+        "grad_reduce": request.grad_reduce,
+        "dtype": request.dtype,
+        "grad_dtype": request.grad_dtype,
+        "clip": request.clip,
+        "attention": request.model.options.attention,
+        "mask": request.model.options.mask,
+        "dropout": request.model.options.dropout,
+        "stage_layers": [sum(unit.layer >= 0 for unit in units) for units in stages],
+        "placement": None if request.placement is None else list(request.placement),
+    }

@@ -1,0 +1,233 @@
+"""Byte images: a template encoded once, then copied for every instance and patched in place.
+
+Every field that differs between instances (ids, dependencies, layer, micro-batch, tag) or between ranks (group names,
+peers) has a fixed width: varints are padded, a string's length is padded to make up for its digits, and numbers in
+names have leading zeros. Parsers accept all of these, and so the work for a rank is a copy of bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stage.trace.node import CommType, NodeType
+from stage.trace.template import Ref, Template, TemplateNode
+from stage.trace.wire import attribute, varint
+
+__all__ = ["Image", "NameStyle", "Widths", "encode_template", "put_varints"]
+
+Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+
+COLLECTIVE_TYPES = {
+    "all_reduce": CommType.ALL_REDUCE,
+    "all_gather": CommType.ALL_GATHER,
+    "all_to_all": CommType.ALL_TO_ALL,
+    "reduce_scatter": CommType.REDUCE_SCATTER,
+}
+TAG_WIDTH = 5
+PEER_WIDTH = 3
+LAYER_WIDTH = 2
+MICRO_BATCH_WIDTH = 3
+STEP_WIDTH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class NameStyle:
+    """How many digits layers, micro-batches and steps have in names (0: not named)."""
+
+    layer: int
+    micro_batch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes of an id, and of the group name of each set of axes."""
+
+    ids: int
+    groups: dict[tuple[str, ...], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An encoded template and where it is patched.
+
+    `ids` has a row (position, source, offset) for each id and dependency; source 0 is the instance's own base, 1 that
+    of its forward instance, 2 + k its port k. `fields` maps `layer micro_batch step tag` to positions of varints, and
+    `digits` to positions of text. `groups` maps axes to the positions of their names, `peers` a distance in stages (0
+    is the rank itself) to positions of ranks.
+    """
+
+    data: Bytes
+    ids: Ints
+    fields: dict[str, Ints]
+    digits: dict[str, Ints]
+    groups: dict[tuple[str, ...], Ints]
+    peers: dict[int, Ints]
+    id_width: int
+
+
+class _Encoder:
+    """One template on its way to an image."""
+
+    def __init__(self, template: Template, style: NameStyle, widths: Widths) -> None:
+        self.template, self.style, self.widths = template, style, widths
+        self.out = bytearray()
+        self.ids: list[tuple[int, int, int]] = []
+        self.fields: dict[str, list[int]] = {}
+        self.digits: dict[str, list[int]] = {}
+        self.groups: dict[tuple[str, ...], list[int]] = {}
+        self.peers: dict[int, list[int]] = {}
+        self.marks: list[tuple[int, object]] = []
+
+    def node(self, index: int, node: TemplateNode, deps: Sequence[tuple[int, int]]) -> None:
+        message = bytearray()
+        marks: list[tuple[str, object, int]] = []
+        width = self.widths.ids
+        message += b"\x08"
+        marks.append(("id", (0, index), len(message)))
+        message += bytes(width)
+        name = self._name(node, marks, len(message))
+        message += name
+        message += b"\x18" + varint(_node_type(node))
+        if deps:
+            message += b"\x2a" + varint(width * len(deps))
+            for dep in deps:
+                marks.append(("id", dep, len(message)))
+                message += bytes(width)
+        for attr, mark in self._attributes(node):
+            message += attr
+            if mark is not None:
+                kind, key, back = mark
+                marks.append((kind, key, len(message) - back))
+        self.out += varint(len(message))
+        start = len(self.out)
+        self.out += message
+        for kind, key, at in marks:
+            self._mark(kind, key, start + at)
+
+    def _mark(self, kind: str, key: object, at: int) -> None:
+        if kind == "id":
+            assert isinstance(key, tuple)
+            self.ids.append((at, key[0], key[1]))
+        elif kind in ("field", "digit"):
+            (self.fields if kind == "field" else self.digits).setdefault(str(key), []).append(at)
+        elif kind == "group":
+            assert isinstance(key, tuple)
+            self.groups.setdefault(key, []).append(at)
+        else:
+            assert isinstance(key, int)
+            self.peers.setdefault(key, []).append(at)
+
+    def _name(self, node: TemplateNode, marks: list[tuple[str, object, int]], start: int) -> bytes:
+        """`layer07.attn.q_proj/forward/mb003`, with `/step1` where there are several."""
+        text, places = self.template.block, []
+        if "layer" in self._numbers():
+            places.append(("layer", len(text)))
+            text += "0" * self.style.layer
+        text += f".{node.name}/{node.phase}"
+        if "micro_batch" in self._numbers():
+            text += "/mb"
+            places.append(("micro_batch", len(text)))
+            text += "0" * self.style.micro_batch
+        if self.style.step:
+            text += "/step"
+            places.append(("step", len(text)))
+            text += "0" * self.style.step
+        raw = text.encode()
+        head = b"\x12" + varint(len(raw))
+        marks += [("digit", key, start + len(head) + at) for key, at in places]
+        return head + raw
+
+    def _numbers(self) -> tuple[str, ...]:
+        return self.template.numbers
+
+    def _attributes(self, node: TemplateNode) -> list[tuple[bytes, tuple[str, object, int] | None]]:
+        found: list[tuple[bytes, tuple[str, object, int] | None]] = [(attribute("is_cpu_op", "bool_val", False), None)]
+        if node.is_compute:
+            found.append((attribute("num_ops", "int64_val", node.flops), None))
+            found.append((attribute("tensor_size", "uint64_val", node.bytes), None))
+        elif node.kind in COLLECTIVE_TYPES:
+            width = self.widths.groups[node.axes]
+            found.append((attribute("comm_type", "int64_val", int(COLLECTIVE_TYPES[node.kind])), None))
+            found.append((attribute("comm_size", "int64_val", node.bytes), None))
+            name = attribute("pg_name", "string_val", "0" * max(1, width - 5), width=width)
+            found.append((name, ("group", node.axes, width)))
+            found.append((attribute("axes", "string_val", " ".join(node.axes)), None))
+        else:
+            found.append((attribute("comm_size", "int64_val", node.bytes), None))
+            ends = (0, node.peer) if node.kind == "send" else (node.peer, 0)
+            for key, distance in zip(("comm_src", "comm_dst"), ends, strict=True):
+                found.append((attribute(key, "int32_val", 0, width=PEER_WIDTH), ("peer", distance, PEER_WIDTH)))
+            found.append((attribute("comm_tag", "int32_val", 0, width=TAG_WIDTH), ("field", "tag", TAG_WIDTH)))
+        found += [(attribute(k, "string_val", v), None) for k, v in _texts(node) if v]
+        widths = {"layer": LAYER_WIDTH, "micro_batch": MICRO_BATCH_WIDTH}
+        for key in self._numbers():
+            found.append((attribute(key, "int32_val", 0, width=widths[key]), ("field", key, widths[key])))
+        if self.style.step:
+            found.append((attribute("step", "int32_val", 0, width=STEP_WIDTH), ("field", "step", STEP_WIDTH)))
+        return found
+
+    def image(self) -> Image:
+        def at(positions: dict[object, list[int]]) -> dict[object, Ints]:
+            return {key: np.array(value, np.int64) for key, value in positions.items()}
+
+        return Image(
+            np.frombuffer(bytes(self.out), np.uint8),
+            np.array(self.ids, np.int64).reshape(-1, 3),
+            at(self.fields),  # type: ignore[arg-type]
+            at(self.digits),  # type: ignore[arg-type]
+            at(self.groups),  # type: ignore[arg-type]
+            at(self.peers),  # type: ignore[arg-type]
+            self.widths.ids,
+        )
+
+
+def _texts(node: TemplateNode) -> tuple[tuple[str, str], ...]:
+    return (("op", node.op), ("phase", node.phase), ("dtype", node.dtype), ("shapes", node.shapes))
+
+
+def _node_type(node: TemplateNode) -> NodeType:
+    special = {"compute": NodeType.COMP, "send": NodeType.COMM_SEND, "recv": NodeType.COMM_RECV}
+    return special.get(node.kind, NodeType.COMM_COLL)
+
+
+def resolve_deps(template: Template, pattern: Sequence[tuple[int, int] | None]) -> list[list[tuple[int, int]]]:
+    """The dependencies of each node as (source, offset), each once; `pattern` says what each port is."""
+    port = dict(zip(template.ports, pattern, strict=True))
+    resolved = []
+    for node in template.nodes:
+        deps: dict[tuple[int, int], None] = {}
+        for ref in node.deps:
+            found = port[str(ref.target)] if ref.kind == "port" else _source(ref)
+            if found is not None:
+                deps[found] = None
+        resolved.append(list(deps))
+    return resolved
+
+
+def _source(ref: Ref) -> tuple[int, int]:
+    return (0 if ref.kind == "self" else 1, int(ref.target))
+
+
+def encode_template(
+    template: Template, pattern: Sequence[tuple[int, int] | None], style: NameStyle, widths: Widths
+) -> Image:
+    """The image of a template whose ports are connected as `pattern` says.
+
+    An entry of the pattern is None for a port that is connected to nothing, else (source, offset): (2 + k, 0) for the
+    id of port k itself, (1, j) where the port is node j of the forward instance.
+    """
+    encoder = _Encoder(template, style, widths)
+    for i, (node, deps) in enumerate(zip(template.nodes, resolve_deps(template, pattern), strict=True)):
+        encoder.node(i, node, deps)
+    return encoder.image()
+
+
+def put_varints(rows: Bytes, positions: Ints, values: Ints, width: int) -> None:
+    """Write `values` (rows x positions, or one column to be broadcast) as padded varints into every row."""
+    for k in range(width):
+        part = (values >> (7 * k)) & 0x7F
+        rows[:, positions + k] = part | (0x80 if k < width - 1 else 0)

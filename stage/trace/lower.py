@@ -1,0 +1,148 @@
+"""Lower a sharded graph to a template: symbols become exact integers, tensors become dependencies.
+
+Each device's sizes are the global ones divided by the degrees of the axes that shard them, exactly. The costs of an
+op are its record's formulas on those local sizes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from stage.graph import Graph, Node
+from stage.layout import Layout
+from stage.mesh import Mesh
+from stage.ops import get_op
+from stage.ops.collective import is_collective
+from stage.passes.backward import Differentiated
+from stage.symbols import dtype_bytes, exact
+from stage.tensor import Dim, Tensor, resolve_dtypes
+from stage.trace.template import Ref, Template, TemplateNode, chain
+
+__all__ = ["Concrete", "lower"]
+
+
+@dataclass(frozen=True)
+class Concrete:
+    """What turns symbols into numbers: sizes by name, the mesh, and what the dtypes `compute` and `gradient` are."""
+
+    sizes: Mapping[str, int]
+    mesh: Mesh
+    dtypes: Mapping[str, str]
+
+    def width(self, dtype: str) -> int:
+        """Bytes an element."""
+        return dtype_bytes(resolve_dtypes(dtype, self.dtypes))
+
+    def local(self, tensor: Tensor, layout: Layout) -> Tensor:
+        """The tensor with the sizes that one device holds of it."""
+        dims = []
+        for dim, axes in zip(tensor.dims, layout.dims, strict=True):
+            whole = exact(dim.size, self.sizes)
+            dims.append(Dim(dim.name, _integer(Fraction(whole, self.mesh.degree(axes)) if axes else whole)))
+        return replace(tensor, dims=tuple(dims))
+
+
+def _integer(value: int | Fraction) -> int | Fraction:
+    """The value as an int where it is one; slots of an expert may be a fraction, whose products are whole again."""
+    return value.numerator if isinstance(value, Fraction) and value.denominator == 1 else value
+
+
+class _Lowering:
+    """One graph on its way to a template."""
+
+    def __init__(self, graph: Graph, concrete: Concrete, outside: Callable[[str], Ref | None], gathered: bool) -> None:
+        self.graph, self.concrete, self.outside, self.gathered = graph, concrete, outside, gathered
+        self.local: dict[str, Tensor] = {}
+        self.sources: dict[str, tuple[Ref, ...]] = {}
+        self.nodes: list[TemplateNode] = []
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self.local:
+            self.local[name] = self.concrete.local(self.graph.tensors[name], self.graph.layouts[name])
+        return self.local[name]
+
+    def refs(self, name: str) -> tuple[Ref, ...]:
+        """What must have run for a tensor to be there."""
+        if name in self.sources:
+            return self.sources[name]
+        if self.graph.tensors[name].role == "parameter":
+            return (Ref("port", "weights"),) if self.gathered else ()
+        found = self.outside(name)
+        return () if found is None else (found,)
+
+    def run(self) -> list[TemplateNode]:
+        for node in self.graph.nodes:
+            deps = tuple(dict.fromkeys(ref for name in node.inputs for ref in self.refs(name)))
+            if not get_op(node.op).kernel:
+                made = deps
+            else:
+                made = (Ref("self", len(self.nodes)),)
+                self.nodes.append(self._collective(node, deps) if is_collective(node.op) else self._compute(node, deps))
+            self.sources.update(dict.fromkeys(node.outputs, made))
+        return self.nodes
+
+    def _compute(self, node: Node, deps: tuple[Ref, ...]) -> TemplateNode:
+        op = get_op(node.op)
+        ins, outs = [self.tensor(n) for n in node.inputs], [self.tensor(n) for n in node.outputs]
+        attrs = {k: exact(v, self.concrete.sizes) if k == "window" else v for k, v in node.attrs.items()}
+        moved = op.bytes(attrs, ins, outs, self.concrete.width)
+        credited = op.model_flops(attrs, ins, outs) if op.model_flops and node.phase != "recompute" else 0
+        return TemplateNode(
+            name=node.name, kind="compute", op=node.op, bytes=max(1, round(moved)),
+            flops=max(1, round(op.flops(attrs, ins, outs))), model_flops=round(credited), deps=deps,
+            dtype=resolve_dtypes(outs[0].dtype, self.concrete.dtypes), phase=node.phase, matmul=op.is_matmul,
+            shapes=_shapes(ins, outs),
+        )
+
+    def _collective(self, node: Node, deps: tuple[Ref, ...]) -> TemplateNode:
+        tensor = self.tensor(node.inputs[0])
+        size = tensor.elements * self.concrete.width(tensor.dtype)
+        assert size == int(size) > 0, f"{node.name} moves {size} bytes"
+        return TemplateNode(
+            name=node.name, kind=node.op, op=node.op, bytes=int(size), axes=node.attrs["step"].axes, deps=deps,
+            dtype=resolve_dtypes(tensor.dtype, self.concrete.dtypes), phase=node.phase, shapes=_shapes([tensor], []),
+        )
+
+
+def _shapes(ins: list[Tensor], outs: list[Tensor]) -> str:
+    """Shapes of operands and results, as text: `4096x4096,4096x1024->4096x1024`."""
+    text = [",".join("x".join(str(dim.size) for dim in t.dims) or "1" for t in group) for group in (ins, outs)]
+    return "->".join(part for part in text if part)
+
+
+def lower(
+    block: Differentiated, concrete: Concrete, *, gathered: bool = False, numbers: tuple[str, ...] = ("micro_batch",)
+) -> tuple[Template, Template]:
+    """The templates of a block's forward and backward, whose instances are named by `numbers`.
+
+    With `gathered` parameters (FSDP) every node that reads one depends on the port `weights`. The first input of the
+    forward graph is the port `x`; the first seed of the backward graph the port `dy`.
+    """
+    forward, backward = block.forward, block.backward
+    x = forward.inputs[0]
+    ahead = _Lowering(forward, concrete, lambda name: Ref("port", "x") if name == x else None, gathered)
+    first = Template(forward.name, "forward", chain(ahead.run()), _single(ahead.refs(forward.outputs[0])), numbers=numbers)
+
+    def outside(name: str) -> Ref | None:
+        if name in block.seeds:
+            return Ref("port", "dy") if name == block.seeds[0] else None
+        if name == x:
+            return Ref("port", "x")
+        made = ahead.refs(name)
+        return Ref("forward", made[-1].target) if made and made[-1].kind == "self" else (made[-1] if made else None)
+
+    behind = _Lowering(backward, concrete, outside, gathered)
+    nodes = chain(behind.run())
+    cotangent = block.cotangents[0] if block.cotangents else None
+    complete = {p: _index(behind.refs(t)) for p, t in block.gradients.items()}
+    output = _single(behind.refs(cotangent)) if cotangent else None
+    return first, Template(forward.name, "backward", nodes, output, complete, numbers)
+
+
+def _single(refs: tuple[Ref, ...]) -> Ref | None:
+    return refs[-1] if refs else None
+
+
+def _index(refs: tuple[Ref, ...]) -> int:
+    assert refs and refs[-1].kind == "self", "a gradient is made inside its block"
+    return int(refs[-1].target)

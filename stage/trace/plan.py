@@ -1,0 +1,62 @@
+"""What a job asks of its stages: how the step is organised, apart from what a block computes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from stage.mesh import Mesh
+from stage.trace.buckets import Bucket
+from stage.trace.parameters import Parameter, Sharding
+from stage.trace.template import Template
+
+__all__ = ["StagePlan", "StepPlan", "UnitPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The organisation of a step.
+
+    `message` is the bytes of an activation between stages. `per_micro_batch` reduces gradients after every backward,
+    not once. `overlap` starts a bucket's reduction when it is complete, not at the end. `tied_elements` are those of the
+    token table whose gradient first and last stage sum, because both use it. `experts` says whether any stage has some.
+    """
+
+    stages: int
+    micro_batches: int
+    schedule: str
+    steps: int
+    message: int
+    dtype: str
+    grad_dtype: str
+    per_micro_batch: bool
+    overlap: bool
+    clip: bool
+    tied_elements: int
+    experts: bool
+    sharding: Sharding
+    mesh: Mesh
+    widths: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """A block of a stage: its templates, its parameters, and its layer (-1 for embedding and head).
+
+    `parameters` are those the block owns, `reads` also one that it shares with a block before it on the stage. A `head` is not gathered again for its backward, which follows its forward at once.
+    """
+
+    kind: str
+    layer: int
+    forward: Template
+    backward: Template
+    parameters: tuple[Parameter, ...]
+    reads: tuple[Parameter, ...]
+    head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """The blocks of one stage and its gradient buckets."""
+
+    stage: int
+    units: tuple[UnitPlan, ...]
+    buckets: tuple[Bucket, ...]
