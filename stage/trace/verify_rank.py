@@ -149,12 +149,12 @@ class RankReader:
 
     def facts(self, data: bytes, bounds: Iterator[tuple[int, int]]) -> Iterator[Facts]:
         """Yield the facts of each node."""
-        messages = self.messages
+        messages, attributes = self.messages, self.attributes
         for pos, end in bounds:
             message = data[pos:end]
             found = messages.young.get(message) or messages.get(message)
             if found is None:
-                found = examine(decode_node(data, pos, end, self.attributes))
+                found = examine(decode_node(data, pos, end, attributes))
                 messages.put(message, found)
             yield found
 
