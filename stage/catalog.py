@@ -162,6 +162,8 @@ def _load_own(path: Path, variant: str | None) -> LoadedModel:
 
 def _load_variant(file: ModelFile, name: str, origin: str) -> LoadedModel:
     module = _import_file(file.path)
+    if not callable(getattr(module, "model", None)):
+        raise ModelError(f"{file.path}: defines no function model(name, sizes), so it is not a model file")
     variants: Mapping[str, Mapping[str, object]] = getattr(module, "VARIANTS", {})
     return LoadedModel(name, file.path, module, dict(variants.get(name, {})), origin)
 

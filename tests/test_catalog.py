@@ -15,6 +15,7 @@ import stage
 VARIANTS: dict[str, dict[str, object]] = {"alpha-2b": {"layers": 2}, "alpha-10b": {"layers": 10}}
 ALIASES = {"alpha-small": "alpha-2b"}
 MODEL_TYPES = ("alpha", "alpha_next")
+def model(name: str, sizes: Mapping[str, object]) -> None: ...
 def from_hf(config: Mapping[str, object]) -> dict[str, object]:
     return {"layers": config["num_hidden_layers"] // 1}
 '''
@@ -26,7 +27,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "models"
     folder.mkdir()
     (folder / "alpha.py").write_text(ALPHA)
-    (folder / "beta.py").write_text('"""Beta."""\nVARIANTS = {"beta-1b": dict(layers=1)}\n')
+    (folder / "beta.py").write_text('"""Beta."""\nVARIANTS = {"beta-1b": dict(layers=1)}\nmodel = print\n')
     monkeypatch.setattr(catalog, "content", lambda _kind: folder)
     return folder
 
@@ -126,19 +127,19 @@ def test_unreadable_paths_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_own_file_is_loaded_by_path_alone(tmp_path: Path) -> None:
     path = tmp_path / "json.py"  # a name that must not shadow anything
-    path.write_text('VARIANTS = {"mine": {"layers": 3}}\n')
+    path.write_text('VARIANTS = {"mine": {"layers": 3}}\nmodel = print\n')
     before = list(sys.path)
     model = catalog.load_model(path)
     assert (model.name, model.sizes, model.origin) == ("mine", {"layers": 3}, str(path))
     assert sys.path == before
     assert sys.modules["json"] is json
-    path.write_text('VARIANTS = {"mine": {"layers": 4}}\n')
+    path.write_text('VARIANTS = {"mine": {"layers": 4}}\nmodel = print\n')
     assert catalog.load_model(path).sizes == {"layers": 4}
 
 
 def test_own_file_without_variants_takes_its_name(tmp_path: Path) -> None:
     path = tmp_path / "tiny.py"
-    path.write_text("")
+    path.write_text("model = print\n")
     model = catalog.load_model(str(path))
     assert (model.name, model.sizes) == ("tiny", {})
 
@@ -159,6 +160,7 @@ def test_own_file_with_several_variants_is_asked_which(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
+        ("x = 1", "defines no function model(name, sizes), so it is not a model file"),
         ("x = (", "not valid Python: '(' was never closed at line 1"),
         (
             "import no_such_module_here",

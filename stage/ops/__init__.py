@@ -1,0 +1,24 @@
+"""Op families, one module each; importing this package registers them all."""
+
+from stage.ops import attention, collective, contract, embedding, loss, moe, norm, pointwise, view
+from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, get_op, register, registered
+
+__all__ = [
+    "Attrs",
+    "Factor",
+    "Factors",
+    "Op",
+    "Tape",
+    "attention",
+    "collective",
+    "contract",
+    "embedding",
+    "get_op",
+    "loss",
+    "moe",
+    "norm",
+    "pointwise",
+    "register",
+    "registered",
+    "view",
+]

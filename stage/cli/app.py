@@ -1,0 +1,39 @@
+"""The commands of `stage`, registered on one typer application."""
+
+from typing import Annotated
+
+import typer
+
+import stage
+from stage.cli import catalog, export, show, synth, verify
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="stage",
+    help="Synthesize the workload traces of distributed AI jobs from a model and a parallelism strategy.",
+    epilog="Start with: stage synth llama3-8b --gpus 8 --tp 2 --pp 2 --batch 8 --out traces/",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def stage_command(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Print the version, or the help when no command is given."""
+    if version:
+        print(f"stage {stage.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+app.command("synth", help=synth.HELP)(synth.synth)
+app.command("verify", help=verify.HELP)(verify.verify)
+app.command("show", help=show.HELP)(show.show)
+app.command("models", help=catalog.MODELS_HELP)(catalog.models)
+app.command("strategies", help=catalog.STRATEGIES_HELP)(catalog.strategies)
+app.command("export", help=export.HELP)(export.export)

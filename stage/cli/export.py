@@ -1,0 +1,37 @@
+"""`stage export`: a trace set with all that a simulator needs beside it."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from stage.cli.options import Json, TraceFolder
+from stage.cli.output import print_json
+
+__all__ = ["HELP", "export"]
+
+HELP = """Write what a simulator needs to run a trace set.
+
+For astra-sim: network, system and memory files and a run script, for the traces where they are.
+
+\b
+Example:
+  stage export traces/ --to astra-sim --system h100 --out kit/"""
+
+Target = Annotated[Literal["astra-sim"], typer.Option("--to", help="The simulator.")]
+System = Annotated[str, typer.Option("--system", metavar="NAME|FILE", help="The machine to simulate.")]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write.")]
+
+
+def export(traces: TraceFolder, to: Target, system: System, out: Out, json: Json = False) -> None:
+    """Export a trace set for a simulator and list the files."""
+    from stage.io.astra_sim import export_astra_sim
+
+    assert to == "astra-sim"  # the only target that typer lets through
+    export_astra_sim(traces, out, system)
+    files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+    if json:
+        print_json({"out": str(out), "files": files})
+        return
+    for file in files:
+        print(out / file)

@@ -1,0 +1,48 @@
+"""`stage verify`: what is wrong with a trace set."""
+
+import typer
+
+from stage.cli.options import Json, TraceFolder
+from stage.cli.output import print_json, print_table
+
+__all__ = ["HELP", "verify"]
+
+HELP = """Check a folder of Chakra traces, whoever wrote them.
+
+Proves framing, ids, dependencies, attributes, groups, equal collective sequences, send and receive pairing,
+and that all ranks together run to the end. Exit status: 0 sound, 1 defects, 2 misuse.
+
+\b
+Examples:
+  stage verify traces/
+  stage verify traces/ --json"""
+SHOWN = 50
+
+
+def verify(traces: TraceFolder, json: Json = False) -> None:
+    """Verify the traces of a folder and print every defect."""
+    from stage.io.chakra import open_directory
+    from stage.trace.verify import verify as verify_source
+
+    report = verify_source(open_directory(traces))
+    defects = [
+        {"rank": defect.rank, "node": defect.node, "rule": defect.rule, "message": defect.message}
+        for defect in report.defects
+    ]
+    if json:
+        print_json({"ok": report.ok, "defects": defects, "unchecked": list(report.unchecked)})
+    else:
+        _print(traces.name or str(traces), defects, list(report.unchecked))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _print(name: str, defects: list[dict[str, object]], unchecked: list[str]) -> None:
+    if defects:
+        print_table(defects[:SHOWN])
+    if len(defects) > SHOWN:
+        print(f"... and {len(defects) - SHOWN:,} more; --json lists all")
+    for line in unchecked:
+        print(f"not checked: {line}")
+    found = f"{len(defects):,} defect{'' if len(defects) == 1 else 's'}" if defects else "no defect"
+    print(f"{name}: {found}")

@@ -1,0 +1,317 @@
+"""The mesh: how the ranks of a job form named axes.
+
+The same ranks are seen in two ways, dense `pp dp cp tp` and sparse `pp edp ep etp`, and `dp` and `tp` may be
+split further. The mesh therefore keeps **atoms**, the common refinement of all views; an **axis** is a name for
+some consecutive atoms. Layouts and collectives speak of atoms only, so that two views never need reconciling.
+
+Invariants:
+
+* atoms are ordered outermost first, their names are unique and their degrees at least 2;
+* an axis is a run of consecutive atoms; an axis with the name of an atom is exactly that atom;
+* a rank is the mixed-radix number of its coordinates, the innermost atom varying fastest.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from stage.errors import MeshError
+
+__all__ = ["Mesh", "build_mesh"]
+
+_DENSE = ("pp", "dp", "cp", "tp")
+
+Ranks = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks arranged by ordered atoms, with the named axes made of them.
+
+    >>> mesh = build_mesh(dp=4, tp=2, ep=4)
+    >>> mesh.atoms
+    (('edp', 2), ('dp_2', 2), ('tp', 2))
+    >>> mesh.expand(["ep"]), mesh.degree("ep"), mesh.world
+    (('dp_2', 'tp'), 4, 8)
+    """
+
+    atoms: tuple[tuple[str, int], ...]
+    axes: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.atoms]
+        assert len(set(names)) == len(names), f"an atom appears twice: {self.atoms}"
+        assert all(degree > 1 for _, degree in self.atoms), f"atoms of degree 1 do not exist: {self.atoms}"
+        for axis, atoms in self.axes:
+            start = names.index(atoms[0]) if atoms else 0
+            assert list(atoms) == names[start : start + len(atoms)], f"axis {axis} is not consecutive: {atoms}"
+            assert axis not in names or atoms == (axis,), f"axis {axis} is not the atom of that name: {atoms}"
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return math.prod(degree for _, degree in self.atoms)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the atoms, outermost first."""
+        return tuple(name for name, _ in self.atoms)
+
+    def degree(self, names: Iterable[str] | str) -> int:
+        """The number of ranks along the named axes and atoms together; MeshError for an unknown name."""
+        degrees = _degrees(self)
+        if isinstance(names, str):
+            return degrees[names] if names in degrees else math.prod(degrees[a] for a in self.expand(names))
+        return math.prod(degrees[atom] for atom in self.expand(names))
+
+    def expand(self, names: Iterable[str] | str) -> tuple[str, ...]:
+        """The atoms of the named axes and atoms, in the order given.
+
+        >>> build_mesh(dp=4, tp=4, kv_heads=2).expand(["tp", "dp"])
+        ('tp_kv', 'tp_rep', 'dp')
+
+        Raises MeshError for an unknown name, and where two names share an atom.
+        """
+        return _expand(self, (names,) if isinstance(names, str) else tuple(names))
+
+    def parent(self, atom: str) -> str:
+        """The dense axis (pp dp cp tp) that the atom belongs to.
+
+        >>> build_mesh(tp=4, kv_heads=2).parent("tp_rep")
+        'tp'
+        """
+        return next(axis for axis, atoms in self.axes if axis in _DENSE and self.expand(atom)[0] in atoms)
+
+    def siblings(self, atom: str) -> tuple[str, ...]:
+        """The atoms of the dense axis that the atom belongs to, itself included."""
+        return self.expand(self.parent(atom))
+
+    def describe(self, atoms: Iterable[str]) -> str:
+        """The atoms as text, regrouped to the axes a user knows.
+
+        >>> build_mesh(dp=4, tp=4, kv_heads=2).describe(["dp", "tp_kv", "tp_rep"])
+        'dp x tp'
+        """
+        rest, words = self.expand(atoms), []
+        while rest:
+            runs = ((axis, run) for axis, run in self.axes if axis != "world" and run)
+            name, run = next(((a, r) for a, r in runs if rest[: len(r)] == r), (rest[0], rest[:1]))
+            words.append(name)
+            rest = rest[len(run) :]
+        return " x ".join(words)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The coordinate of `rank` along each atom, outermost first.
+
+        >>> build_mesh(dp=3, tp=2).coordinates(5)
+        {'dp': 2, 'tp': 1}
+        """
+        if not 0 <= rank < self.world:
+            raise MeshError(f"rank {rank} is not in a mesh of {self.world} ranks; use 0 to {self.world - 1}")
+        result = {}
+        for name, degree in reversed(self.atoms):
+            rank, result[name] = divmod(rank, degree)
+        return dict(reversed(result.items()))
+
+    def stride(self, atom: str) -> int:
+        """The distance in rank of neighbours along the atom.
+
+        >>> build_mesh(pp=2, dp=3, tp=4).stride("dp")
+        4
+        """
+        return _strides(self)[self.expand(atom)[-1]]
+
+    def groups(self, names: Iterable[str] | str) -> Ranks:
+        """All groups of ranks that differ only along `names`, shape (groups, ranks of a group), read-only.
+
+        A row lists its ranks with the last name varying fastest, the order in which a flattened collective
+        numbers them; rows are ordered by first member.
+
+        >>> build_mesh(dp=2, tp=2).groups(["dp"]).tolist()
+        [[0, 2], [1, 3]]
+        """
+        return _groups(self, self.expand(names))
+
+    def group_index(self, names: Iterable[str] | str, rank: int) -> int:
+        """The row of `groups(names)` that holds `rank`, without building the table.
+
+        >>> build_mesh(dp=2, tp=2).group_index(["dp"], 3)
+        1
+        """
+        used, here, row = set(self.expand(names)), self.coordinates(rank), 0
+        for atom, degree in self.atoms:
+            if atom not in used:
+                row = row * degree + here[atom]
+        return row
+
+
+@lru_cache(maxsize=256)
+def _degrees(mesh: Mesh) -> dict[str, int]:
+    """Degree of each atom by name."""
+    return dict(mesh.atoms)
+
+
+@lru_cache(maxsize=256)
+def _strides(mesh: Mesh) -> dict[str, int]:
+    """Rank distance along each atom by name."""
+    result, stride = {}, 1
+    for name, degree in reversed(mesh.atoms):
+        result[name] = stride
+        stride *= degree
+    return result
+
+
+@lru_cache(maxsize=4096)
+def _expand(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Atoms of axis and atom names, in the order given."""
+    axes, degrees = dict(mesh.axes), _degrees(mesh)
+    result: list[str] = []
+    for name in names:
+        if name in degrees:
+            found: tuple[str, ...] = (name,)
+        elif name in axes:
+            found = axes[name]
+        else:
+            known = " ".join(dict.fromkeys([*axes, *degrees]))
+            raise MeshError(f"axis {name!r} is not in the mesh; use one of {known}")
+        for atom in found:
+            if atom in result:
+                raise MeshError(f"axes {' '.join(names)} overlap in {atom}, at {name!r}; name each part of the mesh once")
+            result.append(atom)
+    return tuple(result)
+
+
+@lru_cache(maxsize=64)
+def _groups(mesh: Mesh, atoms: tuple[str, ...]) -> Ranks:
+    """Ranks of every group over `atoms`, as the sum of a column of first members and a row of offsets."""
+    others = tuple(name for name, _ in mesh.atoms if name not in atoms)
+    table = _offsets(mesh, others)[:, None] + _offsets(mesh, atoms)[None, :]
+    table.flags.writeable = False
+    return table
+
+
+def _offsets(mesh: Mesh, atoms: tuple[str, ...]) -> Ranks:
+    """Rank offsets of all coordinates along `atoms`, the last one varying fastest."""
+    result = np.zeros(1, dtype=np.int64)
+    for atom in atoms:
+        step = np.arange(_degrees(mesh)[atom], dtype=np.int64) * _strides(mesh)[atom]
+        result = (result[:, None] + step[None, :]).ravel()
+    return result
+
+
+def build_mesh(
+    *,
+    pp: int = 1,
+    dp: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    dp_shard: int | None = None,
+    kv_heads: int | None = None,
+) -> Mesh:
+    """The mesh of pp x dp x cp x tp ranks, refined so that every view is made of whole atoms.
+
+    `ep` and `etp` carve the sparse view out of dp x cp x tp; `dp_shard` splits dp into dp_replicate x dp_shard;
+    `kv_heads` below tp splits tp into tp_kv x tp_rep.
+
+    >>> build_mesh(pp=2, dp=2, tp=4, kv_heads=2).atoms
+    (('pp', 2), ('dp', 2), ('tp_kv', 2), ('tp_rep', 2))
+
+    Raises MeshError for degrees that do not fit one another.
+    """
+    _check_degrees(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp, dp_shard=dp_shard, kv_heads=kv_heads)
+    inner, shard = dp * cp * tp, dp if dp_shard is None else dp_shard
+    if inner % (ep * etp):
+        raise MeshError(
+            f"ep x etp = {ep * etp} does not divide dp x cp x tp = {inner}; experts are spread over those ranks, "
+            "so choose an ep x etp that divides it"
+        )
+    if dp % shard:
+        raise MeshError(f"dp_shard = {shard} does not divide dp = {dp}; choose a dp_shard that divides it")
+    rep = _kv_replicas(tp, kv_heads)
+    _check_chain(
+        (("dp", dp), ("cp", cp), ("tp", tp)),
+        (("dp_shard", shard), ("cp", cp), ("tp", tp)),
+        (("cp", cp), ("tp", tp)),
+        (("tp", tp),),
+        (("ep", ep), ("etp", etp)),
+        (("etp", etp),),
+        (("tp_rep", rep),),
+    )
+    spans = {
+        "pp": (pp * inner, inner),
+        "dp": (inner, cp * tp),
+        "cp": (cp * tp, tp),
+        "tp": (tp, 1),
+        "edp": (inner, ep * etp),
+        "ep": (ep * etp, etp),
+        "etp": (etp, 1),
+        "tp_kv": (tp, rep),
+        "tp_rep": (rep, 1),
+        "dp_replicate": (inner, shard * cp * tp),
+        "dp_shard": (shard * cp * tp, cp * tp),
+        "world": (pp * inner, 1),
+    }
+    return _refine(spans)
+
+
+def _check_degrees(**degrees: int | None) -> None:
+    """MeshError for the first degree that is not a positive integer."""
+    for name, degree in degrees.items():
+        if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
+            raise MeshError(f"{name} = {degree!r} is not a number of ranks; give {name} an integer of at least 1")
+
+
+def _kv_replicas(tp: int, kv_heads: int | None) -> int:
+    """How many ranks along tp hold the same KV head."""
+    if kv_heads is None or kv_heads % tp == 0:
+        return 1
+    if kv_heads < tp and tp % kv_heads == 0:
+        return tp // kv_heads
+    raise MeshError(
+        f"kv_heads = {kv_heads} and tp = {tp} do not divide one another; choose a tp that divides kv_heads or is a "
+        "multiple of it"
+    )
+
+
+def _check_chain(*products: tuple[tuple[str, int], ...]) -> None:
+    """MeshError where two products of inner degrees cut the ranks so that neither cut refines the other."""
+    cuts = sorted((math.prod(degree for _, degree in product), product) for product in products)
+    for (low, inner), (high, outer) in pairwise(cuts):
+        if high % low:
+            first, second = (" x ".join(f"{n} {d}" for n, d in p if d > 1) for p in (outer, inner))
+            raise MeshError(
+                f"{first} = {high} ranks and {second} = {low} ranks do not divide one another, but both are blocks of "
+                "consecutive ranks; choose degrees so that one is a multiple of the other"
+            )
+
+
+def _refine(spans: dict[str, tuple[int, int]]) -> Mesh:
+    """The mesh whose axes are `spans` of suffix products (outer cut, inner cut)."""
+    cuts = sorted({cut for span in spans.values() for cut in span}, reverse=True)
+    pieces = list(pairwise(cuts))
+    names = _atom_names(pieces, spans)
+    atoms = tuple((name, outer // inner) for name, (outer, inner) in zip(names, pieces, strict=True))
+    axes = {
+        axis: tuple(name for name, (outer, inner) in zip(names, pieces, strict=True) if high >= outer > inner >= low)
+        for axis, (high, low) in spans.items()
+    }
+    return Mesh(atoms, tuple(axes.items()))
+
+
+def _atom_names(pieces: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) -> list[str]:
+    """A name for each atom: that of an axis it equals (dense before sparse before splits), else parent and number."""
+    whole = {span: axis for axis, span in reversed(spans.items()) if axis != "world"}
+    counts: dict[str, int] = {}
+    names = []
+    for outer, inner in pieces:
+        parent = next(a for a in _DENSE if spans[a][0] >= outer > inner >= spans[a][1])
+        counts[parent] = counts.get(parent, 0) + 1
+        names.append(whole.get((outer, inner), f"{parent}_{counts[parent]}"))
+    return names

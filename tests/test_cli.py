@@ -1,0 +1,354 @@
+"""The command line itself: what it passes on, what it prints, and its exit status.
+
+The library functions are recorded here, not run: `test_cli_end_to_end.py` runs them.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import stage
+from stage.cli import main
+from stage.errors import StageError
+
+Capture = pytest.CaptureFixture[str]
+
+
+@dataclass
+class Recorder:
+    """Stands in for `stage.synthesize` and for the TraceSet that it returns."""
+
+    calls: list[tuple[tuple[object, ...], dict[str, object]]] = field(default_factory=list)
+
+    def __call__(self, *args: object, **options: object) -> "Recorder":
+        self.calls.append((args, options))
+        return self
+
+    def write(self, path: Path, **options: object) -> dict[str, object]:
+        self.calls.append(((path,), options))
+        return {"ranks": 8, "classes": 2, "nodes": 1234, "bytes": 5_000_000}
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setitem(vars(stage), "synthesize", made)
+    return made
+
+
+def raising(error: BaseException) -> Callable[..., object]:
+    def call(*_args: object, **_options: object) -> object:
+        raise error
+
+    return call
+
+
+def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> None:
+    placement = tmp_path / "placement"
+    placement.write_text("1 0")
+    line = (
+        "synth llama3-8b --strategy fsdp --gpus 8 --dp 2 --tp 2 --pp 2 --cp 1 --ep 2 --etp 1 --vpp 2 --dp-shard 2 "
+        "--batch 16 --micro-batch 2 --seq 128 --schedule gpipe --zero 1 --recompute full --stage-layers 3,2x2 "
+        "--grad-reduce microbatch --dtype fp16 --grad-dtype bf16 --no-clip --vocab-multiple 64 --dropout --steps 2 "
+        "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 "
+        f"--out {tmp_path / 't'} --force --json --placement {placement}"
+    )
+    assert main(line.split()) == 0
+    (model, options), (where, writing) = recorder.calls
+    assert model == ("llama3-8b", "fsdp")
+    assert options == {
+        "gpus": 8,
+        "dp": 2,
+        "tp": 2,
+        "pp": 2,
+        "cp": 1,
+        "ep": 2,
+        "etp": 1,
+        "vpp": 2,
+        "dp_shard": 2,
+        "batch": 16,
+        "micro_batch": 2,
+        "seq": 128,
+        "schedule": "gpipe",
+        "zero": 1,
+        "recompute": "full",
+        "stage_layers": [3, 2, 2],
+        "grad_reduce": "microbatch",
+        "dtype": "fp16",
+        "grad_dtype": "bf16",
+        "clip": False,
+        "vocab_multiple": 64,
+        "dropout": True,
+        "steps": 2,
+        "sizes": {"layers": 4, "heads": 2, "d_ff": 8},
+        "attention": "unfused",
+        "mask": "full",
+        "mtp": True,
+        "bucket_size": 9,
+        "placement": [1, 0],
+    }
+    assert where == (tmp_path / "t",)
+    assert writing == {"ranks": [0, 1, 7], "force": True, "progress": None}
+
+
+def test_synth_leaves_what_is_not_given_to_the_strategy(recorder: Recorder, tmp_path: Path) -> None:
+    assert main(["synth", "m", "--out", str(tmp_path)]) == 0
+    (model, options), (_, writing) = recorder.calls
+    assert model == ("m", None)
+    given = {key: value for key, value in options.items() if value is not None}
+    assert given == {
+        **dict.fromkeys(("tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch", "steps"), 1),
+        "grad_reduce": "step",
+        "dtype": "bf16",
+        "grad_dtype": "fp32",
+        "clip": True,
+        "dropout": False,
+        "sizes": {},
+        "attention": "fused",
+        "mask": "causal",
+        "mtp": False,
+    }
+    assert writing == {"ranks": None, "force": False, "progress": None}
+
+
+@pytest.mark.usefixtures("recorder")
+def test_synth_prints_a_summary_in_both_forms(capsys: Capture) -> None:
+    assert main(["synth", "m", "--out", "t"]) == 0
+    shown = capsys.readouterr().out
+    assert "nodes    1,234" in shown
+    assert "bytes    5,000,000 (4.768 MiB)" in shown
+    assert main(["synth", "m", "--out", "t", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(report) == ["out", "ranks", "classes", "nodes", "bytes", "seconds"]
+    assert (report["ranks"], report["bytes"]) == (8, 5_000_000)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (StageError("found,\nwhere; what to do"), 2, "stage: error: found, where; what to do\n"),
+        (
+            OSError(28, "No space left on device", "t/trace.0.et"),
+            2,
+            "stage: error: t/trace.0.et: No space left on device; check the path, its permissions and the space on its disk\n",
+        ),
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(32, "Broken pipe"), 1, ""),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, error: BaseException, status: int, text: str
+) -> None:
+    monkeypatch.setitem(vars(stage), "synthesize", raising(error))
+    assert main(["synth", "m", "--out", "t"]) == status
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", text)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("bogus", "No such command 'bogus'; see `stage --help`"),
+        ("synth", "Missing argument 'MODEL'; see `stage synth --help`"),
+        ("synth m", "Missing option '--out'; see `stage synth --help`"),
+        (
+            "synth m --out t --gpus x",
+            "Invalid value for '--gpus': Input should be a valid integer, unable to parse string as an integer "
+            "(found 'x'); see `stage synth --help`",
+        ),
+        (
+            "synth m --out t --mask half",
+            "Invalid value for '--mask': 'half' is not one of 'causal', 'full' (found 'half'); see `stage synth --help`",
+        ),
+        (
+            "synth m --out t --tp 0",
+            "Invalid value for '--tp': Input should be greater than or equal to 1 (found '0'); see `stage synth --help`",
+        ),
+        (
+            "show . --rank 0",
+            ".: holds no traces, so it has no rank 0; --rank is for folders of traces",
+        ),
+        (
+            "synth m --out t --stage-layers 7y",
+            "--stage-layers '7y': '7y' is not LAYERS or LAYERSxSTAGES; write the layers of each stage in order, "
+            "as in 7,8x14,7",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("recorder")
+def test_misuse_is_one_line_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture, line: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(line.split()) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"stage: error: {message}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_show_prints_what_the_library_reports(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    asked: list[tuple[object, dict[str, object]]] = []
+    report = {
+        "name": "toy",
+        "parameters": 8_030_261_248,
+        "flops": {"forward": 12, "backward": 24},
+        "sizes": {"layers": 2},
+        "blocks": [{"name": "layer", "count": 2, "parameters": 100}],
+        "closed_forms": {"communication": [{"kind": "all_gather", "axes": ["dp", "tp"], "bytes": 2**21}]},
+    }
+
+    def model_summary(model: str, **options: object) -> dict[str, object]:
+        asked.append((model, options))
+        return report
+
+    stand_in(monkeypatch, "stage.summary", model_summary=model_summary, trace_summary=None)
+    line = "show toy --strategy megatron --batch 4 --seq 8 --mask full --set a=1 --json"
+    assert main(line.split()) == 0
+    assert json.loads(capsys.readouterr().out) == report
+    assert asked == [
+        (
+            "toy",
+            {
+                "strategy": "megatron",
+                "batch": 4,
+                "seq": 8,
+                "mask": "full",
+                "attention": "fused",
+                "mtp": False,
+                "sizes": {"a": 1},
+            },
+        )
+    ]
+    assert main(["show", "toy"]) == 0
+    assert capsys.readouterr().out == (
+        "name        toy\n"
+        "parameters  8,030,261,248 (8.030 G)\n"
+        "\n"
+        "flops\n"
+        "forward   12\n"
+        "backward  24\n"
+        "\n"
+        "sizes\n"
+        "layers  2\n"
+        "\n"
+        "blocks\n"
+        "name   count  parameters\n"
+        "layer      2         100\n"
+        "\n"
+        "closed forms\n"
+        "\n"
+        "communication\n"
+        "kind        axes       bytes\n"
+        "all_gather  dp tp  2.000 MiB\n"
+    )
+
+
+def test_show_of_a_folder_of_traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "trace.0.et").write_bytes(b"")
+
+    def trace_summary(path: Path, rank: int | None = None) -> dict[str, object]:
+        return {"path": str(path), "rank": rank}
+
+    stand_in(monkeypatch, "stage.summary", model_summary=None, trace_summary=trace_summary)
+    assert main(["show", str(tmp_path), "--rank", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"path": str(tmp_path), "rank": 3}
+    assert main(["show", str(tmp_path), "--seq", "3"]) == 2
+    assert (
+        "is a folder of traces; --strategy, --batch, --seq and --set are for models"
+        in capsys.readouterr().err
+    )
+
+
+@dataclass(frozen=True)
+class Defect:
+    rank: int | None
+    node: int | None
+    rule: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Report:
+    defects: tuple[Defect, ...]
+    unchecked: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.defects
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **functions: object) -> None:
+    module = ModuleType(name)
+    for key, function in functions.items():
+        setattr(module, key, function)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_verify_exits_1_on_defects(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    stand_in(monkeypatch, "stage.io.chakra", open_directory=lambda path: path)
+    defect = Defect(0, 7, "dependency", "node 7 waits for node 9, which is not in the file")
+    stand_in(monkeypatch, "stage.trace.verify", verify=lambda _: Report((defect,), ("ranks 1 to 3",)))
+    assert main(["verify", "t", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {
+        "ok": False,
+        "defects": [{"rank": 0, "node": 7, "rule": "dependency", "message": defect.message}],
+        "unchecked": ["ranks 1 to 3"],
+    }
+    assert main(["verify", "t"]) == 1
+    assert capsys.readouterr().out == (
+        "rank  node  rule        message\n"
+        f"   0     7  dependency  {defect.message}\n"
+        "not checked: ranks 1 to 3\n"
+        "t: 1 defect\n"
+    )
+
+
+def test_verify_exits_0_without_defects(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    stand_in(monkeypatch, "stage.io.chakra", open_directory=lambda path: path)
+    stand_in(monkeypatch, "stage.trace.verify", verify=lambda _: Report(()))
+    assert main(["verify", "t"]) == 0
+    assert capsys.readouterr().out == "t: no defect\n"
+
+
+def test_export_lists_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
+    def export_astra_sim(path: Path, out: Path, system: str) -> None:
+        out.mkdir()
+        (out / "run.sh").write_text(f"{path} {system}")
+
+    stand_in(monkeypatch, "stage.io.astra_sim", export_astra_sim=export_astra_sim)
+    out = tmp_path / "kit"
+    line = ["export", "t", "--to", "astra-sim", "--system", "h100", "--out", str(out)]
+    assert main([*line, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"out": str(out), "files": ["run.sh"]}
+    assert (out / "run.sh").read_text() == "t h100"
+
+
+@pytest.mark.parametrize("command", ["models", "strategies"])
+def test_listings_fit_80_columns_and_agree_with_json(command: str, capsys: Capture) -> None:
+    assert main([command, "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)[command]
+    assert main([command]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 and "\x1b" not in line for line in lines)
+    for item in listed:
+        assert any(line.startswith(item["name"]) for line in lines)
+
+
+@pytest.mark.parametrize("command", ["synth", "verify", "show", "models", "strategies", "export"])
+def test_every_command_has_help(command: str, capsys: Capture) -> None:
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"Usage: stage {command}" in shown
+    assert command in {"models", "strategies"} or f"  stage {command} " in shown
+
+
+def test_bare_command_prints_help_and_version_is_known(capsys: Capture) -> None:
+    assert main([]) == 0
+    assert "Usage: stage [OPTIONS] COMMAND" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"stage {stage.__version__}\n"
