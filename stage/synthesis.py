@@ -49,7 +49,7 @@ def synthesize(
     (8, 9)
     """
     request = resolve_request(model, strategy, **options)
-    return TraceSet(job(request))
+    return TraceSet.of(job(request))
 
 
 @dataclass(frozen=True, slots=True)
