@@ -7,6 +7,7 @@ bucket is padded to a multiple of lcm(shards, 128).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import lcm
 
 from stage.mesh import Mesh
@@ -70,10 +71,10 @@ def _cut(
         alignment = lcm(mesh.degree(shard), BUCKET_ALIGNMENT) if shard else 1
         buckets.append(Bucket(expert, unit, -(-filled // alignment) * alignment, filled, shard, replicate))
 
-    for current, tensors in _reversed(units, expert, data):
+    for current, elements in _reversed(units, expert, data):
         if shard:
             filled = -(-filled // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
-        filled, unit = filled + sum(p.elements for p in tensors), current
+        filled, unit = filled + elements, current
         if bucket_size and filled >= bucket_size:
             close(unit)
             filled = 0
@@ -84,17 +85,15 @@ def _cut(
 
 def _reversed(
     units: Sequence[Sequence[Parameter]], expert: bool, data: tuple[str, ...]
-) -> list[tuple[int, list[Parameter]]]:
-    """Parameters of one kind from the last to the first; those of a fused operation are one."""
-    found: list[tuple[int, list[Parameter]]] = []
+) -> list[tuple[int, int]]:
+    """Blocks and elements of the tensors of one kind, from the last to the first.
+
+    Weights of a fused operation are one tensor. Those of experts are one for each expert, whose tensors stand together.
+    """
+    found: list[tuple[int, int]] = []
     for i in reversed(range(len(units))):
-        last = ""
-        for p in reversed(units[i]):
-            if p.expert != expert or p.data != data:
-                continue
-            if found and found[-1][0] == i and p.fused == last:
-                found[-1][1].append(p)
-            else:
-                found.append((i, [p]))
-            last = p.fused
+        own = [p for p in reversed(units[i]) if p.expert == expert and p.data == data]
+        for parts, group in groupby(own, key=lambda p: p.parts):
+            tensors = [list(same) for _, same in groupby(group, key=lambda p: p.fused)]
+            found += [(i, sum(p.elements for p in same) // parts) for same in tensors] * parts
     return found
