@@ -12,18 +12,18 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from benchmarks.records.event import Event
-from stage.traceset import TraceSet
+from stage.mesh import Mesh
 
 __all__ = ["Comparison", "Context", "Explanation", "compare", "difference"]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What an explanation may read: the record's configuration, the rank, and the synthesized job."""
+    """What an explanation may read: the record's configuration, the rank, and the mesh."""
 
     config: Mapping[str, Any]
     rank: int
-    traces: TraceSet
+    mesh: Mesh
 
 
 Rewrite = Callable[[list[Event], Sequence[Event], Context], list[Event]]
