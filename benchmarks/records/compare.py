@@ -1,9 +1,9 @@
 """Comparing a rank's recorded events with its synthesized ones, exactly and in order.
 
 Where they differ, **explanations** are tried. An explanation is a rule of its own name that rewrites the synthesized
-events into what the other code is known to issue, from the configuration and the numbers of the job. It counts only
-if it brings the two lists closer, and after all rules they must be equal event by event: phase, op, group, bytes,
-dtype and order. What remains is unexplained.
+events into what the other code is known to issue, from the configuration and the numbers of the job. After the rules
+the two must be equal event by event: phase, op, group, bytes, dtype and order. If no choice of rules makes them so,
+the difference is unexplained.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,18 +56,36 @@ def difference(ours: Sequence[Event], theirs: Sequence[Event]) -> int:
 def compare(
     ours: Sequence[Event], theirs: Sequence[Event], rules: Sequence[Explanation], context: Context
 ) -> Comparison:
-    """The comparison of one rank's events, with the rules tried in the order given."""
+    """The comparison of one rank's events: explained by the fewest rules, in the order given, that make them equal.
+
+    If none do, the rest is shown after those rules that bring the two closer.
+    """
+    chosen = _fewest(list(ours), list(theirs), rules, context)
     current, explained = list(ours), {}
-    left = difference(current, theirs)
-    for rule in rules:
-        if not left:
-            break
+    for rule in rules if chosen is None else chosen:
         candidate = rule.rewrite(current, theirs, context)
-        after = left if candidate == current else difference(candidate, theirs)
-        if after < left:
-            explained[rule.slug] = left - after
-            current, left = candidate, after
-    return Comparison(explained, tuple(_lines(current, theirs)) if left else ())
+        if chosen is None and difference(candidate, theirs) >= difference(current, theirs):
+            continue
+        explained[rule.slug] = difference(current, candidate)
+        current = candidate
+    return Comparison(explained, tuple(_lines(current, theirs)) if chosen is None else ())
+
+
+def _fewest(
+    ours: list[Event], theirs: list[Event], rules: Sequence[Explanation], context: Context
+) -> list[Explanation] | None:
+    """The fewest of the rules that, one after the other, make `ours` equal `theirs`; None if no choice does."""
+    if ours == theirs:
+        return []
+    best: list[Explanation] | None = None
+    for i, rule in enumerate(rules):
+        candidate = rule.rewrite(ours, theirs, context)
+        if candidate == ours:
+            continue
+        rest = _fewest(candidate, theirs, rules[i + 1 :], context)
+        if rest is not None and (best is None or len(rest) + 1 < len(best)):
+            best = [rule, *rest]
+    return best
 
 
 def _lines(ours: Sequence[Event], theirs: Sequence[Event], context: int = 2) -> list[str]:
