@@ -1,8 +1,8 @@
-"""DeepSeek-V3 (DeepSeek-AI 2024): latent attention, and after `first_k_dense` layers mixtures of small experts.
+"""DeepSeek-V3 (DeepSeek-AI 2024): latent attention; after `first_k_dense` layers, mixtures of experts.
 
-Every token also visits the shared experts, one MLP of `shared_d_ff`. The router is a sigmoid whose correction bias is
-no parameter: it is adjusted by hand between steps. `mtp` modules predict further tokens in training; the published
-model has `mtp_modules` of them, and none is built unless `mtp` says so.
+Every token also visits the shared experts, one MLP of `shared_d_ff`. The router is a sigmoid whose correction
+bias is no parameter: it is adjusted by hand between steps. `mtp` modules predict further tokens in training;
+the published model has `mtp_modules` of them, and none is built unless `mtp` says so.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,17 +32,18 @@ VARIANTS: dict[str, dict[str, SizeValue]] = {
         "vocab": 129280,
         "seq": 163840,
         "mtp_modules": 1,
+        "attention_bias": False,
         "tied": False,
     },
 }
 ALIASES = {"deepseek-r1": "deepseek-v3"}
 
 PARAMETERS = {"deepseek-v3": 671_026_404_352}
-"""Parameters of the main model: without the module for multi-token prediction and the router's correction biases."""
+"""Parameters of the main model: without its module for multi-token prediction and its correction biases."""
 
 
 def layer(b: Builder, x: Tensor, *, sparse: bool, shared: bool, q_lora: bool, bias: bool) -> Tensor:
-    """x + attention(norm(x)), then x + mlp(norm(x)) or, if `sparse`, x + experts(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)), of experts if `sparse`."""
     with b.scope("attn"):
         h = blocks.latent_attention(b, blocks.rms_norm(b, x, "norm"), q_lora=q_lora, bias=bias)
         x = blocks.residual(b, x, h, bias=bias)
@@ -51,8 +52,10 @@ def layer(b: Builder, x: Tensor, *, sparse: bool, shared: bool, q_lora: bool, bi
         return blocks.residual(b, x, blocks.moe(b, h, shared=shared) if sparse else blocks.gated_mlp(b, h))
 
 
-def head(b: Builder, x: Tensor, labels: Tensor, *, module: Callable[..., Tensor], modules: int, tied: bool) -> Tensor:
-    """The loss, and that of each module further ahead: a layer of its own, the token table and head of all."""
+def head(
+    b: Builder, x: Tensor, labels: Tensor, *, module: Callable[..., Tensor], modules: int, tied: bool
+) -> Tensor:
+    """The loss, and those of modules further ahead: each has a layer, all share the token table and head."""
     loss = blocks.lm_head(b, x, labels, tied=tied)
     for i in range(modules):
         with b.scope(f"mtp{i + 1}"):
@@ -62,7 +65,7 @@ def head(b: Builder, x: Tensor, labels: Tensor, *, module: Callable[..., Tensor]
 
 
 def model(name: str, sizes: Mapping[str, SizeValue]) -> Model:
-    """The model of these sizes; a `q_lora_rank` of 0 is no latent for queries, a `shared_d_ff` of 0 no shared expert."""
+    """The model of these sizes; a `q_lora_rank` or a `shared_d_ff` of 0 means that there is no such part."""
     q_lora, bias = decoder.flag(sizes, "q_lora_rank"), decoder.flag(sizes, "attention_bias")
     make = partial(layer, shared=decoder.flag(sizes, "shared_d_ff"), q_lora=q_lora, bias=bias)
     dense, sparse = Block("dense", partial(make, sparse=False)), Block("moe", partial(make, sparse=True))

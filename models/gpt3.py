@@ -1,9 +1,9 @@
 """GPT-3 (Brown et al. 2020) and its larger kin: learned positions, layer norms, biases, GELU, a tied head.
 
-Published sizes are those of table 2.1 of the paper, except where that contradicts its own count of parameters:
-gpt3-1.3b has 16 heads of 128 (not 24) and gpt3-13b a d_model of 5120 (not 5140). gpt3-22b and gpt3-1t are of
-Korthikanti et al. 2022 (table 3), gpt3-530b is Megatron-Turing NLG (Smith et al. 2022); all three have a vocabulary
-padded to 51200.
+Published sizes are those of table 2.1 of the paper, except where that contradicts its own count of
+parameters: gpt3-1.3b has 16 heads of 128 (not 24) and gpt3-13b a d_model of 5120 (not 5140). gpt3-22b and
+gpt3-1t are of Korthikanti et al. 2022 (table 3), gpt3-530b is Megatron-Turing NLG (Smith et al. 2022); all
+three have a vocabulary padded to 51200.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,14 @@ MODEL_TYPES = ("gpt2",)
 def published(layers: int, d_model: int, heads: int, vocab: int = 50257) -> dict[str, SizeValue]:
     """Sizes of one published model."""
     sizes = {"layers": layers, "d_model": d_model, "d_ff": 4 * d_model, "heads": heads, "kv_heads": heads}
-    return {**sizes, "head_dim": d_model // heads, "vocab": vocab, "positions": 2048, "seq": 2048, "tied": True}
+    return {
+        **sizes,
+        "head_dim": d_model // heads,
+        "vocab": vocab,
+        "positions": 2048,
+        "seq": 2048,
+        "tied": True,
+    }
 
 
 VARIANTS: dict[str, dict[str, SizeValue]] = {
@@ -48,11 +55,11 @@ PARAMETERS = {
     "gpt3-530b": 529_600_819_200,
     "gpt3-1t": 1_008_038_758_400,
 }
-"""12 L d^2 + 13 L d + (V + S + 2) d for L layers of size d, V tokens and S positions (Narayanan et al. 2021)."""
+"""12 L d^2 + 13 L d + (V + S + 2) d for L layers of size d, V tokens, S positions (Narayanan et al. 2021)."""
 
 
 def layer(b: Builder, x: Tensor) -> Tensor:
-    """x + attention(norm(x)), then x + mlp(norm(x)), with biases everywhere."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)), with biases everywhere."""
     with b.scope("attn"):
         h = blocks.attention(b, blocks.layer_norm(b, x, "norm"), rope=False, bias=True)
         x = blocks.residual(b, x, h, bias=True)
@@ -61,7 +68,7 @@ def layer(b: Builder, x: Tensor) -> Tensor:
 
 
 def model(name: str, sizes: Mapping[str, SizeValue]) -> Model:
-    """The model of these sizes; a sequence may be longer than its table of `positions`, which only costs are made of."""
+    """The model of these sizes; a sequence longer than its table of `positions` can be counted as well."""
     head = partial(blocks.lm_head, norm=blocks.layer_norm, tied=decoder.flag(sizes, "tied"))
     layers = (Block("layer", layer),) * decoder.count(sizes, "layers")
     return decoder.build(name, sizes, layers, embedding=partial(blocks.embedding, positions=True), head=head)
@@ -71,7 +78,9 @@ def from_hf(config: HFConfig) -> dict[str, SizeValue]:
     """The sizes in a `GPT2Config`: heads share d_model, an absent or null `n_inner` is four times that."""
     d_model, heads = config.require("n_embd", int), config.require("n_head", int)
     if d_model % heads:
-        raise ModelError(f"{config.origin}: n_embd = {d_model} does not divide by n_head = {heads}; choose ones that do")
+        raise ModelError(
+            f"{config.origin}: n_embd = {d_model} does not divide by n_head = {heads}; choose ones that do"
+        )
     positions = config.get("n_positions", config.get("n_ctx", 1024, int), int)
     return {
         "layers": config.require("n_layer", int),

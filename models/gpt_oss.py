@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI 2025): mixtures of experts with biases; attention has sinks and, in every other layer, a window.
+"""gpt-oss (OpenAI 2025): mixtures of experts with biases; sinks and, in every other layer, a window.
 
 `window_pattern` repeats over the layers: 1 is a layer with a window, 0 one without.
 """
@@ -13,10 +13,15 @@ MODEL_TYPES = ("gpt_oss",)
 
 def published(layers: int, experts: int) -> dict[str, SizeValue]:
     """Sizes of one published model."""
-    attention = {"heads": 64, "kv_heads": 8, "head_dim": 64, "window": 128, "window_pattern": (1, 0)}
-    moe = {"experts": experts, "top_k": 4, "expert_d_ff": 2880}
-    others = {"vocab": 201088, "seq": 131072, "attention_bias": True, "tied": False}
-    return {"layers": layers, "d_model": 2880, **attention, **moe, **others}
+    sizes = {"layers": layers, "d_model": 2880, "experts": experts, "top_k": 4, "expert_d_ff": 2880}
+    attention: dict[str, SizeValue] = {
+        "heads": 64,
+        "kv_heads": 8,
+        "head_dim": 64,
+        "window": 128,
+        "window_pattern": (1, 0),
+    }
+    return {**sizes, **attention, "attention_bias": True, "vocab": 201088, "seq": 131072, "tied": False}
 
 
 VARIANTS: dict[str, dict[str, SizeValue]] = {
@@ -33,7 +38,7 @@ PARAMETERS = {
 
 
 def layer(b: Builder, x: Tensor, *, bias: bool, window: Size | None) -> Tensor:
-    """x + attention(norm(x)), then x + experts(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + experts(norm(x))."""
     with b.scope("attn"):
         h = blocks.attention(b, blocks.rms_norm(b, x, "norm"), bias=bias, sinks=True, window=window)
         x = blocks.residual(b, x, h, bias=bias)

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2 and 3.3 (Touvron et al. 2023; Llama team 2024): pre-norm, rotary, grouped-query, SwiGLU.
+"""Llama 2 to 3.3 (Touvron et al. 2023; Llama team 2024): pre-norm, rotary, grouped-query, SwiGLU.
 
 `attention_bias` and `mlp_bias` add biases to the projections, which no published size has.
 """
@@ -14,7 +14,8 @@ MODEL_TYPES = ("llama",)
 def published(layers: int, d_model: int, d_ff: int, heads: int, **others: SizeValue) -> dict[str, SizeValue]:
     """Sizes of one published model; those not given are the ones of Llama 3."""
     sizes = {"layers": layers, "d_model": d_model, "d_ff": d_ff, "heads": heads}
-    return {**sizes, "kv_heads": 8, "head_dim": 128, "vocab": 128256, "seq": 131072, "tied": False, **others}
+    llama3 = {"kv_heads": 8, "head_dim": 128, "vocab": 128256, "seq": 131072}
+    return {**sizes, **llama3, "tied": False, "attention_bias": False, "mlp_bias": False, **others}
 
 
 VARIANTS: dict[str, dict[str, SizeValue]] = {
@@ -47,7 +48,7 @@ PARAMETERS = {
 
 
 def layer(b: Builder, x: Tensor, *, attention_bias: bool, mlp_bias: bool) -> Tensor:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
     with b.scope("attn"):
         h = blocks.attention(b, blocks.rms_norm(b, x, "norm"), bias=attention_bias)
         x = blocks.residual(b, x, h, bias=attention_bias)
@@ -58,14 +59,14 @@ def layer(b: Builder, x: Tensor, *, attention_bias: bool, mlp_bias: bool) -> Ten
 
 def model(name: str, sizes: Mapping[str, SizeValue]) -> Model:
     """The model of these sizes."""
-    biases = {bias: decoder.flag(sizes, bias) for bias in ("attention_bias", "mlp_bias")}
-    one = Block("layer", partial(layer, **biases))
+    attention_bias, mlp_bias = decoder.flag(sizes, "attention_bias"), decoder.flag(sizes, "mlp_bias")
+    one = Block("layer", partial(layer, attention_bias=attention_bias, mlp_bias=mlp_bias))
     return decoder.build(name, sizes, (one,) * decoder.count(sizes, "layers"))
 
 
 def from_hf(config: HFConfig) -> dict[str, SizeValue]:
     """The sizes in a `LlamaConfig`."""
     sizes = decoder.read_sizes(config, seq=2048)
-    for bias in ("attention_bias", "mlp_bias"):
-        sizes[bias] = config.get(bias, False, bool)
+    sizes["attention_bias"] = config.get("attention_bias", False, bool)
+    sizes["mlp_bias"] = config.get("mlp_bias", False, bool)
     return sizes

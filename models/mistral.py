@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023): a Llama whose attention may slide a window of `window` tokens over the sequence."""
+"""Mistral (Jiang et al. 2023): a Llama whose attention may see no further back than a `window`."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -11,7 +11,7 @@ MODEL_TYPES = ("mistral",)
 def published(layers: int, d_model: int, d_ff: int, heads: int, **others: SizeValue) -> dict[str, SizeValue]:
     """Sizes of one published model."""
     sizes = {"layers": layers, "d_model": d_model, "d_ff": d_ff, "heads": heads}
-    return {**sizes, "kv_heads": 8, "head_dim": 128, "tied": False, **others}
+    return {**sizes, "kv_heads": 8, "head_dim": 128, "tied": False, "window": 0, **others}
 
 
 VARIANTS: dict[str, dict[str, SizeValue]] = {
@@ -34,7 +34,7 @@ PARAMETERS = {
 
 
 def layer(b: Builder, x: Tensor, *, window: Size | None) -> Tensor:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
     with b.scope("attn"):
         x = blocks.residual(b, x, blocks.attention(b, blocks.rms_norm(b, x, "norm"), window=window))
     with b.scope("mlp"):

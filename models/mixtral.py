@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024): a Mistral whose every MLP is a mixture of `experts`, `top_k` of them for each token."""
+"""Mixtral (Jiang et al. 2024): a Mistral with a mixture of `experts` for an MLP, `top_k` for each token."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -8,10 +8,11 @@ from stage import Block, Builder, HFConfig, Model, Size, SizeValue, Tensor, bloc
 MODEL_TYPES = ("mixtral",)
 
 
-def published(layers: int, d_model: int, expert_d_ff: int, heads: int, **others: SizeValue) -> dict[str, SizeValue]:
+def published(layers: int, d_model: int, expert_d_ff: int, heads: int, seq: int) -> dict[str, SizeValue]:
     """Sizes of one published model."""
-    sizes = {"layers": layers, "d_model": d_model, "expert_d_ff": expert_d_ff, "heads": heads}
-    return {**sizes, "kv_heads": 8, "head_dim": 128, "vocab": 32000, "experts": 8, "top_k": 2, "tied": False, **others}
+    sizes = {"layers": layers, "d_model": d_model, "heads": heads, "kv_heads": 8, "head_dim": 128}
+    moe = {"experts": 8, "top_k": 2, "expert_d_ff": expert_d_ff}
+    return {**sizes, **moe, "vocab": 32000, "seq": seq, "window": 0, "tied": False}
 
 
 VARIANTS: dict[str, dict[str, SizeValue]] = {
@@ -28,7 +29,7 @@ PARAMETERS = {
 
 
 def layer(b: Builder, x: Tensor, *, window: Size | None) -> Tensor:
-    """x + attention(norm(x)), then x + experts(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + experts(norm(x))."""
     with b.scope("attn"):
         x = blocks.residual(b, x, blocks.attention(b, blocks.rms_norm(b, x, "norm"), window=window))
     with b.scope("moe"):

@@ -8,10 +8,21 @@ from stage import Block, Builder, HFConfig, Model, Size, SizeValue, Tensor, bloc
 MODEL_TYPES = ("qwen2",)
 
 
-def published(layers: int, d_model: int, d_ff: int, heads: int, kv_heads: int, **others: SizeValue) -> dict[str, SizeValue]:
+def published(
+    layers: int, d_model: int, d_ff: int, heads: int, kv_heads: int, **others: SizeValue
+) -> dict[str, SizeValue]:
     """Sizes of one published model."""
     sizes = {"layers": layers, "d_model": d_model, "d_ff": d_ff, "heads": heads, "kv_heads": kv_heads}
-    return {**sizes, "head_dim": 128, "vocab": 152064, "seq": 32768, "tied": False, **others}
+    return {
+        **sizes,
+        "head_dim": 128,
+        "vocab": 152064,
+        "seq": 32768,
+        "tied": False,
+        "window": 0,
+        "full_layers": 0,
+        **others,
+    }
 
 
 VARIANTS: dict[str, dict[str, SizeValue]] = {
@@ -43,9 +54,11 @@ PARAMETERS = {
 
 
 def layer(b: Builder, x: Tensor, *, window: Size | None) -> Tensor:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
     with b.scope("attn"):
-        x = blocks.residual(b, x, blocks.attention(b, blocks.rms_norm(b, x, "norm"), bias=True, window=window))
+        x = blocks.residual(
+            b, x, blocks.attention(b, blocks.rms_norm(b, x, "norm"), bias=True, window=window)
+        )
     with b.scope("mlp"):
         return blocks.residual(b, x, blocks.gated_mlp(b, blocks.rms_norm(b, x, "norm")))
 
@@ -54,9 +67,11 @@ def model(name: str, sizes: Mapping[str, SizeValue]) -> Model:
     """The model of these sizes."""
     full = Block("layer", partial(layer, window=None))
     sliding = Block("sliding", partial(layer, window=size("window")))
-    return decoder.build(name, sizes, tuple(sliding if slides else full for slides in decoder.windowed(sizes)))
+    return decoder.build(
+        name, sizes, tuple(sliding if slides else full for slides in decoder.windowed(sizes))
+    )
 
 
 def from_hf(config: HFConfig) -> dict[str, SizeValue]:
-    """The sizes in a `Qwen2Config`: `max_window_layers` layers are full, and the others too unless told otherwise."""
+    """The sizes in a `Qwen2Config`: `max_window_layers` have no window, others if so switched."""
     return decoder.read_sizes(config, seq=32768, kv_heads=32) | decoder.read_late_windows(config)

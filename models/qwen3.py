@@ -1,4 +1,4 @@
-"""Qwen3 (Yang et al. 2025): a Llama whose queries and keys are normalized, with heads of a size of their own."""
+"""Qwen3 (Yang et al. 2025): a Llama with normalized queries and keys and a head size of its own."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -11,7 +11,8 @@ MODEL_TYPES = ("qwen3",)
 def published(layers: int, d_model: int, d_ff: int, heads: int, tied: bool) -> dict[str, SizeValue]:
     """Sizes of one published model."""
     sizes = {"layers": layers, "d_model": d_model, "d_ff": d_ff, "heads": heads, "tied": tied}
-    return {**sizes, "kv_heads": 8, "head_dim": 128, "vocab": 151936, "seq": 40960}
+    sizes |= {"kv_heads": 8, "head_dim": 128, "vocab": 151936, "seq": 40960}
+    return {**sizes, "attention_bias": False, "window": 0, "full_layers": 0}
 
 
 VARIANTS: dict[str, dict[str, SizeValue]] = {
@@ -36,7 +37,7 @@ PARAMETERS = {
 
 
 def layer(b: Builder, x: Tensor, *, bias: bool, window: Size | None) -> Tensor:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
     with b.scope("attn"):
         h = blocks.attention(b, blocks.rms_norm(b, x, "norm"), bias=bias, qk_norm=True, window=window)
         x = blocks.residual(b, x, h, bias=bias)
@@ -49,10 +50,14 @@ def model(name: str, sizes: Mapping[str, SizeValue]) -> Model:
     bias = decoder.flag(sizes, "attention_bias")
     full = Block("layer", partial(layer, bias=bias, window=None))
     sliding = Block("sliding", partial(layer, bias=bias, window=size("window")))
-    return decoder.build(name, sizes, tuple(sliding if slides else full for slides in decoder.windowed(sizes)))
+    return decoder.build(
+        name, sizes, tuple(sliding if slides else full for slides in decoder.windowed(sizes))
+    )
 
 
 def from_hf(config: HFConfig) -> dict[str, SizeValue]:
     """The sizes in a `Qwen3Config`."""
-    sizes = decoder.read_sizes(config, seq=32768, kv_heads=32, head_dim=128) | decoder.read_late_windows(config)
+    sizes = decoder.read_sizes(config, seq=32768, kv_heads=32, head_dim=128) | decoder.read_late_windows(
+        config
+    )
     return {**sizes, "attention_bias": config.get("attention_bias", False, bool)}

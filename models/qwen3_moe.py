@@ -1,6 +1,7 @@
-"""Qwen3 mixtures of experts (Yang et al. 2025): Qwen3 attention; an MLP is dense or a mixture of many small experts.
+"""Qwen3 mixtures of experts (Yang et al. 2025): an MLP is dense or a mixture of many small experts.
 
-A layer is dense if `mlp_only_layers` lists it or `decoder_sparse_step` does not divide its number, counted from 1.
+A layer is dense if `mlp_only_layers` lists it or `decoder_sparse_step` does not divide its number, counted
+from 1.
 """
 
 from collections.abc import Mapping
@@ -11,16 +12,20 @@ from stage import Block, Builder, HFConfig, Model, Size, SizeValue, Tensor, bloc
 MODEL_TYPES = ("qwen3_moe",)
 
 
-def published(layers: int, d_model: int, expert_d_ff: int, heads: int, **others: SizeValue) -> dict[str, SizeValue]:
+def published(layers: int, d_model: int, d_ff: int, heads: int, **others: SizeValue) -> dict[str, SizeValue]:
     """Sizes of one published model."""
-    sizes = {"layers": layers, "d_model": d_model, "expert_d_ff": expert_d_ff, "heads": heads, "head_dim": 128}
-    return {**sizes, "vocab": 151936, "seq": 40960, "experts": 128, "top_k": 8, "tied": False, **others}
+    sizes = {"layers": layers, "d_model": d_model, "d_ff": d_ff, "heads": heads, "head_dim": 128}
+    moe: dict[str, SizeValue] = {"experts": 128, "top_k": 8, "decoder_sparse_step": 1, "mlp_only_layers": ()}
+    switches = {"attention_bias": False, "window": 0, "tied": False}
+    return {**sizes, **moe, "vocab": 151936, "seq": 40960, **switches, **others}
 
 
 VARIANTS: dict[str, dict[str, SizeValue]] = {
-    "qwen3-30b-a3b": published(48, 2048, 768, 32, kv_heads=4, d_ff=6144),
-    "qwen3-235b-a22b": published(94, 4096, 1536, 64, kv_heads=4, d_ff=12288),
-    "qwen3-coder-480b-a35b": published(62, 6144, 2560, 96, kv_heads=8, d_ff=8192, experts=160, seq=262144),
+    "qwen3-30b-a3b": published(48, 2048, 6144, 32, kv_heads=4, expert_d_ff=768),
+    "qwen3-235b-a22b": published(94, 4096, 12288, 64, kv_heads=4, expert_d_ff=1536),
+    "qwen3-coder-480b-a35b": published(
+        62, 6144, 8192, 96, kv_heads=8, experts=160, expert_d_ff=2560, seq=262144
+    ),
 }
 ALIASES: dict[str, str] = {}
 
@@ -33,7 +38,7 @@ PARAMETERS = {
 
 
 def layer(b: Builder, x: Tensor, *, sparse: bool, bias: bool, window: Size | None) -> Tensor:
-    """x + attention(norm(x)), then x + mlp(norm(x)) or, if `sparse`, x + experts(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)), of experts if `sparse`."""
     with b.scope("attn"):
         h = blocks.attention(b, blocks.rms_norm(b, x, "norm"), bias=bias, qk_norm=True, window=window)
         x = blocks.residual(b, x, h, bias=bias)
@@ -47,9 +52,11 @@ def model(name: str, sizes: Mapping[str, SizeValue]) -> Model:
     window = size("window") if decoder.flag(sizes, "window") else None
     make = partial(layer, bias=decoder.flag(sizes, "attention_bias"), window=window)
     dense, sparse = Block("dense", partial(make, sparse=False)), Block("moe", partial(make, sparse=True))
-    step, listed = sizes.get("decoder_sparse_step", 1), decoder.numbers(sizes, "mlp_only_layers")
-    dense_at = [(i + 1) % step != 0 or i in listed for i in range(decoder.count(sizes, "layers"))]
-    return decoder.build(name, sizes, tuple(dense if is_dense else sparse for is_dense in dense_at), moe=True)
+    step, listed = decoder.count(sizes, "decoder_sparse_step", 1), decoder.numbers(sizes, "mlp_only_layers")
+    kinds = [
+        dense if (i + 1) % step or i in listed else sparse for i in range(decoder.count(sizes, "layers"))
+    ]
+    return decoder.build(name, sizes, tuple(kinds), moe=sparse in kinds)
 
 
 def from_hf(config: HFConfig) -> dict[str, SizeValue]:
@@ -62,4 +69,4 @@ def from_hf(config: HFConfig) -> dict[str, SizeValue]:
     sizes["mlp_only_layers"] = decoder.read_numbers(config, "mlp_only_layers")
     sizes["attention_bias"] = config.get("attention_bias", False, bool)
     windowed = config.get("use_sliding_window", False, bool)
-    return sizes | (decoder.read_window(config, 4096) if windowed else {})
+    return sizes | (decoder.read_window(config, 4096) if windowed else {"window": 0})

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from stage import blocks as blocks
     from stage import decoder as decoder
     from stage.catalog import load_model as load_model
+    from stage.catalog import load_strategy as load_strategy
     from stage.errors import ModelError as ModelError
     from stage.errors import StageError as StageError
     from stage.graph import Builder as Builder
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from stage.model import Model as Model
     from stage.model import SizeValue as SizeValue
     from stage.strategy import Strategy as Strategy
-    from stage.catalog import load_strategy as load_strategy
     from stage.symbols import size as size
     from stage.synthesis import synthesize as synthesize
     from stage.tensor import Dim as Dim

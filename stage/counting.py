@@ -1,8 +1,8 @@
 """Counting a model: its parameters, and the floating-point operations of its matrix multiplications.
 
-Both are read from the graphs of its blocks: a kind of block is built and differentiated once, in symbols, and its
-closed forms are evaluated and multiplied by the number of layers that repeat it. A multiply-add counts as 2, the
-vocabulary is not padded, and the mask is the one in the model's options.
+Both are read from the graphs of its blocks: a kind of block is built and differentiated once, in symbols, and
+its closed forms are evaluated and multiplied by the number of layers that repeat it. A multiply-add counts as
+2, the vocabulary is not padded, and the mask is the one in the model's options.
 """
 
 from collections import Counter
@@ -59,8 +59,8 @@ def count_block_parameters(model: Model, block: Block) -> int:
 def count_flops(model: Model, batch: int, seq: int) -> Flops:
     """The operations of a step of `batch` sequences of `seq` tokens, as a model is credited with them.
 
-    A fused attention kernel that makes its scores again in backward is credited with twice its forward work, not
-    with the 2.5 times that it executes.
+    A fused attention kernel that makes its scores again in backward is credited with twice its forward work,
+    not with the 2.5 times that it executes.
     """
     forward = backward = 0
     for block, times in _repetitions(model).items():
@@ -111,4 +111,3 @@ def _parameters(model: Model, block: Block) -> list[tuple[str, int, bool]]:
     """Name, elements and whether it is shared of each parameter of a block."""
     sizes = model.values
     return [(t.name, evaluate(t.elements, sizes), t.shared) for t in model.graph(block).parameters]
-

@@ -1,7 +1,7 @@
-"""What decoder-only language models have in common: their outline, and how a configuration file names their sizes.
+"""What decoder-only language models share: their outline, and the names of sizes in configuration files.
 
-A family adds its layer. Defaults of keys that a configuration lacks are those of the family's configuration class in
-Hugging Face Transformers, so they are arguments here.
+A family adds its layer. Defaults of keys that a configuration lacks are those of the family's configuration
+class in Hugging Face Transformers, so they are arguments here.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +14,7 @@ from stage.model import Block, Model, SizeValue
 from stage.tensor import Tensor
 
 __all__ = [
+    "OPTIONAL",
     "build",
     "count",
     "flag",
@@ -27,6 +28,9 @@ __all__ = [
     "windowed",
 ]
 
+OPTIONAL = frozenset({"window", "full_layers", "first_k_dense", "shared_d_ff", "q_lora_rank"})
+"""Sizes that may be 0, which means that there is no such part."""
+
 WINDOWED = {"sliding_attention": 1, "full_attention": 0}
 
 
@@ -39,7 +43,7 @@ def build(
     head: Callable[..., Tensor] | None = None,
     moe: bool = False,
 ) -> Model:
-    """The model with these layers between a token embedding and a head, which is tied if the size `tied` says so."""
+    """The model with these layers between embedding and head; the size `tied` says whether that is tied."""
     tied = flag(sizes, "tied")
     last = Block("head", head or partial(blocks.lm_head, tied=tied))
     return Model(name, sizes, Block("embedding", embedding), layers, last, tied or flag(sizes, "mtp"), moe)
@@ -56,7 +60,7 @@ def count(sizes: Mapping[str, SizeValue], name: str, default: int | None = None,
     value = sizes.get(name, default)
     if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
         return value
-    raise ModelError(f"size {name} is {value}, where a number of at least {minimum} is needed; set it")
+    raise ModelError(f"size {name} is {value}, where a number of at least {minimum} is needed; set {name}")
 
 
 def flag(sizes: Mapping[str, SizeValue], name: str) -> bool:
@@ -73,8 +77,8 @@ def numbers(sizes: Mapping[str, SizeValue], name: str, default: tuple[int, ...] 
 def windowed(sizes: Mapping[str, SizeValue]) -> tuple[bool, ...]:
     """Whether each layer attends through the sliding window of `window` tokens.
 
-    All do from layer `full_layers` on (default 0); where there is a `window_pattern` it repeats over the layers, and
-    those where it is 0 have no window.
+    All do from layer `full_layers` on (default 0); where there is a `window_pattern` it repeats over the
+    layers, and those where it is 0 have no window.
 
     >>> windowed({"layers": 5, "window": 128, "window_pattern": (1, 0)})
     (True, False, True, False, True)
@@ -87,7 +91,12 @@ def windowed(sizes: Mapping[str, SizeValue]) -> tuple[bool, ...]:
 
 
 def read_sizes(
-    config: HFConfig, *, seq: int, kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False
+    config: HFConfig,
+    *,
+    seq: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    tied: bool = False,
 ) -> dict[str, SizeValue]:
     """The sizes whose keys nearly every decoder shares, with the family's defaults.
 
@@ -114,14 +123,13 @@ def read_sizes(
 
 
 def read_optional(config: HFConfig, key: str, default: int) -> int:
-    """A number that may be null or 0, which both mean that there is no such part; a missing key is the default."""
+    """A number, 0 where it is null: both mean that there is no such part; a missing key is the default."""
     return config.get(key, 0 if key in config else default, int, minimum=0)
 
 
 def read_window(config: HFConfig, default: int) -> dict[str, SizeValue]:
-    """`window` from `sliding_window`, or nothing where that is null."""
-    window = read_optional(config, "sliding_window", default)
-    return {"window": window} if window else {}
+    """`window` from `sliding_window`, 0 where that is null."""
+    return {"window": read_optional(config, "sliding_window", default)}
 
 
 def read_pattern(config: HFConfig, default: tuple[int, ...]) -> dict[str, SizeValue]:
@@ -131,9 +139,9 @@ def read_pattern(config: HFConfig, default: tuple[int, ...]) -> dict[str, SizeVa
 
 
 def read_late_windows(config: HFConfig) -> dict[str, SizeValue]:
-    """The windows of Qwen2 and Qwen3: none unless `use_sliding_window`, then from layer `max_window_layers` on."""
+    """Windows that need `use_sliding_window` and begin at layer `max_window_layers` (or as `layer_types`)."""
     if not config.get("use_sliding_window", False, bool):
-        return {}
+        return {"window": 0, "full_layers": 0}
     if config.get("layer_types") is not None:
         return read_window(config, 4096) | read_pattern(config, ())
     return read_window(config, 4096) | {"full_layers": config.get("max_window_layers", 28, int, minimum=0)}
@@ -144,7 +152,7 @@ def read_numbers(config: HFConfig, key: str) -> tuple[int, ...]:
     listed = config.get(key, [], list)
     if all(isinstance(value, int) for value in listed):
         return tuple(listed)
-    raise ModelError(f"{config.origin}: key '{key}' holds {listed}, where a list of layers' numbers is expected")
+    raise ModelError(f"{config.origin}: key '{key}' holds {listed}, where numbers of layers are expected")
 
 
 def _windows(config: HFConfig, names: list[object]) -> tuple[int, ...]:
@@ -157,7 +165,8 @@ def _windows(config: HFConfig, names: list[object]) -> tuple[int, ...]:
         )
     if len(names) < layers:
         raise ModelError(
-            f"{config.origin}: key 'layer_types' has {len(names)} entries for {layers} layers; give one a layer"
+            f"{config.origin}: key 'layer_types' has {len(names)} entries, where {layers} layers are; "
+            "give one for each layer"
         )
     return tuple(WINDOWED[str(name)] for name in names[:layers])
 

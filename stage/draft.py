@@ -90,10 +90,16 @@ class Draft:
         self._gather(dim, loose[dim])
 
     def _gather(self, dim: int, loose: tuple[str, ...]) -> None:
-        """Gather the longest end of `loose` that goes to one state; atoms still to be sharded wait as I."""
-        ends = ["R" if self.target[atom] == "R" else "I" for atom in loose]
-        count = sum(1 for _ in takewhile(lambda end: end == ends[-1], reversed(ends)))
-        self.move(loose[-count:], dim, ends[-1])
+        """Gather the longest end of `loose` that goes to R or to I, or the last atom, which then waits as I."""
+        end = self.target[loose[-1]]
+        count = sum(1 for _ in takewhile(lambda atom: self.target[atom] == end, reversed(loose)))
+        axes, end = (loose[-1:], "I") if isinstance(end, int) else (loose[-count:], end)
+        last = self.steps[-1] if self.steps else None
+        if last and (last.kind, last.src, last.dst) == ("all_gather", dim, end):
+            self.steps.pop()
+            self.dims[dim] += last.axes
+            axes += last.axes
+        self.move(axes, dim, end)
 
     def permute(self, dims: list[tuple[str, ...]]) -> bool:
         """Bring ordered dims to the atoms of `dims`: those of the goal first, others by where they go."""
@@ -132,8 +138,8 @@ class Draft:
     def reduce(self) -> None:
         """Reduce, in one step, every pending atom that becomes R or I, and make I into R where wanted.
 
-        One all-reduce over all atoms sends less than two over parts. So if some results are I, or other atoms go
-        from I to R, all become I first: I to R is free, and its transpose is one all-reduce too.
+        One all-reduce over all atoms sends less than two over parts. So if some results are I, or other atoms
+        go from I to R, all become I first: I to R is free, and its transpose is one all-reduce too.
         """
         names = self.mesh.names
         left = tuple(a for a in names if self.state[a] == "P" and self.target[a] in ("R", "I"))

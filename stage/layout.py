@@ -2,7 +2,7 @@
 
 A layout gives each atom of the mesh one **state**: the index of the dim it shards; `"P"`, a pending
 reduction; `"I"`, invariant (one computation repeated, so cotangents are equal already); or `"R"`, replicated
-(each rank uses the tensor for its own different work, so cotangents must be summed). R is what is not written.
+(each rank uses the tensor for its own different work, so cotangents must be summed). R is left unwritten.
 
 Invariants:
 
@@ -88,10 +88,11 @@ def local_size(size: int, atoms: Iterable[str], mesh: Mesh, *, dim: str, tensor:
         return size // degree
     text = mesh.describe(names)
     parents = list(dict.fromkeys(mesh.parent(name) for name in names))
-    whole = f", part of {' x '.join(parents)} = {mesh.degree(parents)}" if mesh.degree(parents) != degree else ""
+    axes, total = " x ".join(parents), mesh.degree(parents)
+    whole = "" if total == degree else f", part of {axes} = {total}"
     raise LayoutError(
         f"{dim} = {size} of {tensor} does not divide by {text} = {degree}{whole}; "
-        f"choose a {' x '.join(parents)} that divides it"
+        f"choose a {axes} that divides it"
     )
 
 
@@ -110,10 +111,10 @@ def local_result(
 ) -> Layout:
     """The layout of the result of an op that runs on local shards without communication.
 
-    An operand is (the factor of each of its dims, its layout). A factor is a name that links dims of equal size;
-    None marks a dim that the op needs whole. A factor that the result lacks is reduced by `reduction`. `linear`:
-    the op is linear in each operand; `additive`: it is linear in all of them together, as a sum is. `where`
-    names the op in errors.
+    An operand is (the factor of each of its dims, its layout). A factor is a name that links dims of equal
+    size; None marks a dim that the op needs whole. A factor that the result lacks is reduced by `reduction`.
+    `linear`: the op is linear in each operand; `additive`: it is linear in all of them together, as a sum is.
+    `where` names the op in errors.
 
     >>> x, w = Layout((("dp",), ("tp",))), Layout((("tp",), ()))
     >>> local_result([(("m", "k"), x), (("k", "n"), w)], ("m", "n"), ["dp", "tp"])
@@ -169,7 +170,8 @@ def _factor_state(factors: tuple[str | None, ...], layout: Layout, atom: str, ru
     factor = factors[state]
     if factor is None:
         raise LayoutError(
-            f"{atom} shards dim {state} of an operand of {rule.where}, which needs that dim whole; gather it first"
+            f"{atom} shards dim {state} of an operand of {rule.where}, which needs that dim whole; "
+            "gather it first"
         )
     return f"={factor}"
 

@@ -64,9 +64,7 @@ class Mesh:
 
     def degree(self, names: Iterable[str] | str) -> int:
         """The number of ranks along the named axes and atoms together; MeshError for an unknown name."""
-        degrees = _degrees(self)
-        if isinstance(names, str):
-            return degrees[names] if names in degrees else math.prod(degrees[a] for a in self.expand(names))
+        degrees = dict(self.atoms)
         return math.prod(degrees[atom] for atom in self.expand(names))
 
     def expand(self, names: Iterable[str] | str) -> tuple[str, ...]:
@@ -124,7 +122,8 @@ class Mesh:
         >>> build_mesh(pp=2, dp=3, tp=4).stride("dp")
         4
         """
-        return _strides(self)[self.expand(atom)[-1]]
+        index = self.names.index(self.expand(atom)[-1])
+        return math.prod(degree for _, degree in self.atoms[index + 1 :])
 
     def groups(self, names: Iterable[str] | str) -> Ranks:
         """All groups of ranks that differ only along `names`, shape (groups, ranks of a group), read-only.
@@ -150,26 +149,10 @@ class Mesh:
         return row
 
 
-@lru_cache(maxsize=256)
-def _degrees(mesh: Mesh) -> dict[str, int]:
-    """Degree of each atom by name."""
-    return dict(mesh.atoms)
-
-
-@lru_cache(maxsize=256)
-def _strides(mesh: Mesh) -> dict[str, int]:
-    """Rank distance along each atom by name."""
-    result, stride = {}, 1
-    for name, degree in reversed(mesh.atoms):
-        result[name] = stride
-        stride *= degree
-    return result
-
-
 @lru_cache(maxsize=4096)
 def _expand(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, ...]:
     """Atoms of axis and atom names, in the order given."""
-    axes, degrees = dict(mesh.axes), _degrees(mesh)
+    axes, degrees = dict(mesh.axes), dict(mesh.atoms)
     result: list[str] = []
     for name in names:
         if name in degrees:
@@ -181,7 +164,7 @@ def _expand(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, ...]:
             raise MeshError(f"axis {name!r} is not in the mesh; use one of {known}")
         for atom in found:
             if atom in result:
-                raise MeshError(f"{name!r} repeats {atom} in axes {' '.join(names)}; name each part of the mesh once")
+                raise MeshError(f"{name!r} repeats {atom} in axes {' '.join(names)}; name each part once")
             result.append(atom)
     return tuple(result)
 
@@ -197,9 +180,9 @@ def _groups(mesh: Mesh, atoms: tuple[str, ...]) -> Ranks:
 
 def _offsets(mesh: Mesh, atoms: tuple[str, ...]) -> Ranks:
     """Rank offsets of all coordinates along `atoms`, the last one varying fastest."""
-    result = np.zeros(1, dtype=np.int64)
+    result, degrees = np.zeros(1, dtype=np.int64), dict(mesh.atoms)
     for atom in atoms:
-        step = np.arange(_degrees(mesh)[atom], dtype=np.int64) * _strides(mesh)[atom]
+        step = np.arange(degrees[atom], dtype=np.int64) * mesh.stride(atom)
         result = (result[:, None] + step[None, :]).ravel()
     return result
 
@@ -229,43 +212,38 @@ def build_mesh(
     inner, shard = dp * cp * tp, dp if dp_shard is None else dp_shard
     if inner % (ep * etp):
         raise MeshError(
-            f"ep x etp = {ep * etp} does not divide dp x cp x tp = {inner}, the ranks that experts are spread "
-            "over; choose an ep x etp that divides it"
+            f"ep x etp = {ep * etp} does not divide dp x cp x tp = {inner}, the ranks that share the experts;"
+            " choose an ep x etp that divides it"
         )
     if dp % shard:
         raise MeshError(f"dp_shard = {shard} does not divide dp = {dp}; choose a dp_shard that divides it")
     rep = _kv_replicas(tp, kv_heads)
-    _check_chain(
-        (("dp", dp), ("cp", cp), ("tp", tp)),
-        (("dp_shard", shard), ("cp", cp), ("tp", tp)),
-        (("cp", cp), ("tp", tp)),
-        (("tp", tp),),
-        (("ep", ep), ("etp", etp)),
-        (("etp", etp),),
-        (("tp_rep", rep),),
-    )
-    spans = {
+    dense, sparse = (("dp", dp), ("cp", cp), ("tp", tp)), (("ep", ep), ("etp", etp))
+    hybrid = (("dp_shard", shard), *dense[1:])
+    _check_chain(dense, dense[1:], dense[2:], hybrid, sparse, sparse[1:], (("tp_rep", rep),))
+    views = {
         "pp": (pp * inner, inner),
-        "dp": (inner, cp * tp),
-        "cp": (cp * tp, tp),
-        "tp": (tp, 1),
-        "edp": (inner, ep * etp),
-        "ep": (ep * etp, etp),
-        "etp": (etp, 1),
-        "tp_kv": (tp, rep),
-        "tp_rep": (rep, 1),
+        **_suffix_products(dp=dp, cp=cp, tp=tp),
+        **_suffix_products(edp=inner // (ep * etp), ep=ep, etp=etp),
+        **_suffix_products(tp_kv=tp // rep, tp_rep=rep),
         "dp_replicate": (inner, shard * cp * tp),
         "dp_shard": (shard * cp * tp, cp * tp),
         "world": (pp * inner, 1),
     }
-    return _refine(spans)
+    return _refine(views)
+
+
+def _suffix_products(**degrees: int) -> dict[str, tuple[int, int]]:
+    """The (outer cut, inner cut) of each axis of a view that ends with the innermost rank."""
+    cuts = [math.prod(list(degrees.values())[index:]) for index in range(len(degrees) + 1)]
+    return dict(zip(degrees, pairwise(cuts), strict=True))
 
 
 def _check_degrees(**degrees: int | None) -> None:
     """MeshError for the first degree that is not a positive integer."""
     for name, degree in degrees.items():
         if degree is not None and (type(degree) is not int or degree < 1):
-            raise MeshError(f"{name} = {degree!r} does not count anything; give {name} an integer of at least 1")
+            raise MeshError(f"{name} = {degree!r} is not a degree; give {name} an integer of at least 1")
 
 
 def _kv_replicas(tp: int, kv_heads: int | None) -> int:
@@ -306,7 +284,7 @@ def _refine(spans: dict[str, tuple[int, int]]) -> Mesh:
 
 
 def _atom_names(pieces: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) -> list[str]:
-    """A name for each atom: that of the first axis it equals (dense, sparse, split), else parent and number."""
+    """A name for each atom: that of the first axis it equals (dense, sparse, split), else parent, number."""
     whole = {span: axis for axis, span in reversed(spans.items()) if axis != "world"}
     counts: dict[str, int] = {}
     names = []

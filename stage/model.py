@@ -1,7 +1,7 @@
 """A model: named sizes, and a list of blocks each written once as a single-device program.
 
-A model file defines `model(sizes) -> Model` and tables of published sizes; see `models/llama.py`. Blocks of one
-kind have one program, however many layers repeat it.
+A model file defines `model(sizes) -> Model` and tables of published sizes; see `models/llama.py`. Blocks of
+one kind have one program, however many layers repeat it.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,16 +15,15 @@ from stage.tensor import Tensor
 __all__ = ["Block", "Model", "SizeValue", "block_graph"]
 
 SizeValue = int | bool | tuple[int, ...]
-"""A size is a positive int; a bool switches a part on or off (`tied`, `attention_bias`); a tuple says something of
-each layer in turn (`window_pattern`)."""
+"""A number; a switch of a part (`tied`); or numbers that tell layers apart (`window_pattern`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """A kind of block: its name and its program.
 
-    `build(b, tokens)` of an embedding returns x[batch, seq, d_model]; `build(b, x)` of a layer returns the same
-    shape; `build(b, x, labels)` of a head returns the loss of every position.
+    `build(b, tokens)` of an embedding returns x[batch, seq, d_model]; `build(b, x)` of a layer returns the
+    same shape; `build(b, x, labels)` of a head returns the loss of every position.
     """
 
     kind: str
@@ -35,8 +34,9 @@ class Block:
 class Model:
     """The blocks of a model in order, and its sizes.
 
-    `sizes` holds every named size by value: `layers d_model heads vocab seq ...`; `seq` is the model's own sequence
-    length. `tied` says that the head's block has the token table too, to multiply by it or to look tokens up.
+    `sizes` holds every named size by value: `layers d_model heads vocab seq ...`; `seq` is the model's own
+    sequence length. `tied` says that the head's block has the token table too, to multiply by it or to look
+    tokens up.
     """
 
     name: str
@@ -67,6 +67,7 @@ class Model:
         return (self.embedding, *self.layers, self.head)
 
     def with_options(self, options: Options) -> "Model":
+        """The same model under other options."""
         return replace(self, options=options)
 
     def graph(self, block: Block) -> Graph:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stage.catalog import LoadedModel, default_strategy, load_model, load_strategy
+from stage.decoder import OPTIONAL
 from stage.errors import MeshError, ModelError, StageError, StrategyError
 from stage.graph import Options
 from stage.mesh import Mesh, build_mesh
@@ -18,11 +19,15 @@ from stage.symbols import dtype_bytes
 __all__ = ["Request", "build_model", "resolve_request"]
 
 VOCAB_MULTIPLE = 128
+DEFAULT_OPTIONS = Options()
 
 
 @dataclass(frozen=True)
 class Request:
-    """A job, definite: `sizes` are the model's with padded vocabulary, `batch` and `seq` of one micro-batch of all ranks."""
+    """A job, definite.
+
+    `sizes` are the model's with a padded vocabulary, and the `batch` and `seq` of one micro-batch of all ranks.
+    """
 
     model: Model
     origin: str
@@ -44,7 +49,11 @@ class Request:
 
 
 def build_model(
-    model: str | Path | LoadedModel | Model, sizes: Mapping[str, SizeValue] | None = None, *, options: Options = Options(), mtp: bool = False
+    model: str | Path | LoadedModel | Model,
+    sizes: Mapping[str, SizeValue] | None = None,
+    *,
+    options: Options = DEFAULT_OPTIONS,
+    mtp: bool = False,
 ) -> tuple[Model, str]:
     """A model by name, path or value with some sizes changed, and where it was found.
 
@@ -52,7 +61,9 @@ def build_model(
     """
     if isinstance(model, Model):
         if sizes:
-            raise ModelError(f"sizes {', '.join(sizes)} can not be set on a built model; change its sizes where it is built")
+            raise ModelError(
+                f"sizes {', '.join(sizes)} can not be set on a built model; change its sizes where it is built"
+            )
         return model.with_options(options), model.name
     loaded = model if isinstance(model, LoadedModel) else load_model(model)
     known = dict(loaded.sizes)
@@ -72,8 +83,11 @@ def _sized(name: str, value: SizeValue, known: Mapping[str, object], model: str)
         if value not in (0, 1):
             raise ModelError(f"size '{name}' of {model} is a switch, not {value}; set it to 0 or 1")
         return bool(value)
-    if isinstance(value, bool) or value < 1:
-        raise ModelError(f"size '{name}' of {model} is {value}; set it to a whole number of at least 1")
+    if isinstance(known[name], tuple):
+        return value if isinstance(value, tuple) else (int(value),)
+    least = 0 if name in OPTIONAL else 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ModelError(f"size '{name}' of {model} is {value}; set it to a whole number of at least {least}")
     return value
 
 
@@ -86,12 +100,16 @@ def resolve_degrees(given: Mapping[str, int | None], gpus: int | None) -> dict[s
     rest = degrees["pp"] * degrees["cp"] * degrees["tp"]
     if gpus is not None and given["dp"] is None:
         if gpus < 1 or gpus % rest:
-            raise MeshError(f"pp x cp x tp = {rest} does not divide {gpus} gpus; change the degrees or --gpus")
+            raise MeshError(
+                f"pp x cp x tp = {rest} does not divide {gpus} gpus; change the degrees or --gpus"
+            )
         degrees["dp"] = gpus // rest
     world = rest * degrees["dp"]
     if gpus is not None and world != gpus:
         text = " x ".join(f"{axis} {degrees[axis]}" for axis in ("pp", "dp", "cp", "tp"))
-        raise MeshError(f"{text} = {world} is not {gpus} gpus; change a degree or --gpus, or leave --dp out to fill it")
+        raise MeshError(
+            f"{text} = {world} is not {gpus} gpus; change a degree or --gpus, or leave --dp out to fill it"
+        )
     return degrees
 
 
@@ -107,12 +125,23 @@ def _micro_batches(batch: int | None, micro_batch: int, dp: int) -> tuple[int, i
     return batch, batch // share
 
 
-def _strategy(strategy: str | Path | Strategy | None, model: Model, options: Mapping[str, object]) -> Strategy:
+def _strategy(
+    strategy: str | Path | Strategy | None, model: Model, options: Mapping[str, object]
+) -> Strategy:
     if strategy is None:
         strategy = default_strategy("moe" if model.moe else "dense")
     elif not isinstance(strategy, Strategy):
         strategy = load_strategy(strategy)
     return strategy.replace(**options)
+
+
+def _check_experts(model: Model, degrees: Mapping[str, int]) -> None:
+    """Expert degrees need experts."""
+    for axis in ("ep", "etp"):
+        if degrees[axis] > 1 and not model.moe:
+            raise StrategyError(
+                f"{axis} = {degrees[axis]} shards experts, but {model.name} has none; set --{axis} 1"
+            )
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> str:
@@ -166,18 +195,34 @@ def resolve_request(
     placement: Sequence[int] | None = None,
 ) -> Request:
     """The job that these options ask for; a `StageError` in one line for what is wrong with them."""
-    options = Options(_one_of("attention", attention, ("fused", "unfused")), _one_of("mask", mask, ("causal", "full")), dropout)
+    options = Options(
+        _one_of("attention", attention, ("fused", "unfused")),
+        _one_of("mask", mask, ("causal", "full")),
+        dropout,
+    )
     built, origin = build_model(model, sizes, options=options, mtp=mtp)
     if vpp != 1:
-        raise StrategyError(f"vpp = {vpp} needs an interleaved schedule, and 1f1b and gpipe have none; set --vpp 1")
+        raise StrategyError(
+            f"vpp = {vpp} needs an interleaved schedule, and 1f1b and gpipe have none; set --vpp 1"
+        )
     chosen = _strategy(
-        strategy, built,
-        {"schedule": schedule, "zero": zero, "recompute": recompute, "bucket_size": bucket_size, "dp_shard": dp_shard},
+        strategy,
+        built,
+        {
+            "schedule": schedule,
+            "zero": zero,
+            "recompute": recompute,
+            "bucket_size": bucket_size,
+            "dp_shard": dp_shard,
+        },
     )
     degrees = resolve_degrees({"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp}, gpus)
     chosen.check_degrees(degrees)
+    _check_experts(built, degrees)
     values = built.values
-    mesh = build_mesh(**degrees, dp_shard=_shard_degree(chosen, degrees["dp"]), kv_heads=values.get("kv_heads"))
+    mesh = build_mesh(
+        **degrees, dp_shard=_shard_degree(chosen, degrees["dp"]), kv_heads=values.get("kv_heads")
+    )
     batch, micro_batches = _micro_batches(batch, micro_batch, degrees["dp"])
     seq = values["seq"] if seq is None else seq
     if seq < 1 or steps < 1:
@@ -185,11 +230,24 @@ def resolve_request(
     for kind in (dtype, grad_dtype):
         dtype_bytes(kind)
     return Request(
-        model=built, origin=origin, strategy=chosen, mesh=mesh, degrees=degrees,
-        sizes=_padded(values, vocab_multiple, degrees["tp"]) | {"batch": micro_batch * degrees["dp"], "seq": seq},
-        batch=batch, micro_batch=micro_batch, micro_batches=micro_batches, seq=seq, dtype=dtype, grad_dtype=grad_dtype,
-        grad_reduce=_one_of("grad_reduce", grad_reduce, ("step", "microbatch")), clip=clip, steps=steps,
-        stage_layers=None if stage_layers is None else tuple(stage_layers), placement=_placement(placement, mesh.world),
+        model=built,
+        origin=origin,
+        strategy=chosen,
+        mesh=mesh,
+        degrees=degrees,
+        sizes=_padded(values, vocab_multiple, degrees["tp"])
+        | {"batch": micro_batch * degrees["dp"], "seq": seq},
+        batch=batch,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        seq=seq,
+        dtype=dtype,
+        grad_dtype=grad_dtype,
+        grad_reduce=_one_of("grad_reduce", grad_reduce, ("step", "microbatch")),
+        clip=clip,
+        steps=steps,
+        stage_layers=None if stage_layers is None else tuple(stage_layers),
+        placement=_placement(placement, mesh.world),
     )
 
 
@@ -207,5 +265,3 @@ def _padded(values: Mapping[str, int], multiple: int | None, tp: int) -> dict[st
     if unit < 1:
         raise StageError(f"vocab multiple is {multiple}; give a whole number of at least 1")
     return {**values, "vocab": -(-values["vocab"] // unit) * unit}
-
-

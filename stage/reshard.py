@@ -1,9 +1,9 @@
 """Resharding: the steps that turn one layout of a tensor into another.
 
 A plan slices early, reduce-scatters, moves shards between dims, reduces what is left in one all-reduce, and
-gathers last, so that everything that sends bytes runs on the smallest tensor. Each step moves as many atoms as
-the order of atoms allows, flattened into one group. Where order stands in the way, two plans are made, one that
-gathers and one that permutes, and the one that sends less is taken.
+gathers last, so that all that sends bytes runs on the smallest tensor. Each step moves as many atoms as their
+order allows, flattened into one group. Where order stands in the way two plans are made, one that gathers and
+one that permutes, and the one that sends less is taken.
 
 Invariants:
 
@@ -55,24 +55,25 @@ def _plan(src: Layout, dst: Layout, mesh: Mesh, unordered: frozenset[int]) -> tu
     ordered = Draft(src, dst, mesh, unordered)
     _move_and_permute(ordered)
     ordered.finish()
-    return min(
-        (tuple(direct.steps), tuple(ordered.steps)),
-        key=lambda plan: (elements_sent(plan, src, mesh, mesh.world**2, unordered=unordered), len(plan)),
-    )
+    plans = [tuple(direct.steps), tuple(ordered.steps)]
+    if unordered:
+        plans.append(_plan(src, dst, mesh, frozenset()))
+    size = mesh.world**2
+    return min(plans, key=lambda p: (elements_sent(p, src, mesh, size, unordered=unordered), len(p)))
 
 
 def _check_states(src: Layout, dst: Layout) -> None:
     """LayoutError for an atom that no step can take from its source state to its target state."""
     for atom in sorted(dst.pending - src.pending):
         raise LayoutError(
-            f"{atom} is {_text(src, atom)} and should become pending in a reshard; only an op makes a pending "
-            f"{dst.reduction}, so give the target another state over {atom}"
+            f"{atom} is {_text(src, atom)} and should become pending in a reshard; only an op makes a "
+            f"pending {dst.reduction}, so give the target another state over {atom}"
         )
     for atom in sorted(dst.invariant):
         if src.state(atom) == "R":
             raise LayoutError(
-                f"{atom} is R and should become I in a reshard; replicas that are used for different work are "
-                f"not one computation, so keep the target R over {atom} or produce the tensor as I"
+                f"{atom} is R and should become I in a reshard; replicas used for different work are not one "
+                f"computation, so keep the target R over {atom} or produce the tensor as I"
             )
     if dst.pending and src.reduction != dst.reduction:
         raise LayoutError(
@@ -133,7 +134,8 @@ def _wanted(draft: Draft, dim: int) -> tuple[str, ...]:
 def _run(draft: Draft, dim: int, wanted: tuple[str, ...], state: State) -> tuple[str, ...]:
     """The wanted atoms in one state that may enter a dim together."""
     if dim in draft.unordered:
-        return tuple(atom for atom in wanted if draft.state[atom] == state)
+        run = tuple(atom for atom in wanted if draft.state[atom] == state)
+        return run if draft.fits(dim, run) else ()
     return tuple(takewhile(lambda atom: draft.state[atom] == state, wanted))
 
 

@@ -31,9 +31,9 @@ _UNSHARDED = frozenset({("P", "R"), ("P", "I"), ("I", "R")})
 class Step:
     """The move of `axes`, flattened in this order into one group, from state `src` to state `dst`.
 
-    `permutes` lists (dim, last atoms before, last atoms after) for every dim that a permute rearranges, and for
-    an all-to-all whose atoms stand in a different order in the two dims. A permute has the first of its dims as
-    `src` and as `dst`. `reduction` is what a pending source is reduced by.
+    `permutes` lists (dim, last atoms before, last atoms after) for every dim that a permute rearranges, and
+    for an all-to-all whose atoms stand in a different order in the two dims. A permute has the first of its
+    dims as `src` and as `dst`. `reduction` is what a pending source is reduced by.
 
     >>> Step(("dp", "cp"), "P", 0).kind, Step(("tp",), 1, 0).kind, Step(("tp",), "I", "R").kind
     ('reduce_scatter', 'all_to_all', 'vary')

@@ -90,9 +90,8 @@ def exact(expr: sympy.Expr | int, values: Mapping[str, int]) -> int | Fraction:
     try:
         return _value(expr, values)
     except KeyError as err:
-        raise StageError(
-            f"size {err.args[0]!r} has no value in {expr}; give one, as for {' '.join(sorted(values)) or 'no other'}"
-        ) from None
+        known = ", ".join(sorted(values)) or "none"
+        raise StageError(f"size {err.args[0]!r} has no value in {expr}; add it to {known}") from None
     except ZeroDivisionError:
         raise StageError(f"{expr} divides by zero with {_given(expr, values)}; change those sizes") from None
 

@@ -1,7 +1,7 @@
 """Synthesis: from a request to a trace set, a chain of pure functions.
 
-    model -> graph of each kind of block -> sharded -> differentiated -> recomputation -> templates
-          -> stages -> programs -> trace set
+model -> graph of each kind of block -> sharded -> differentiated -> recomputation -> templates
+-> stages -> programs -> trace set
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,9 @@ from stage.traceset import Job, TraceSet
 __all__ = ["sharded_block", "synthesize"]
 
 
-def synthesize(model: str | Path | Model, strategy: str | Path | Strategy | None = None, **options: Any) -> TraceSet:
+def synthesize(
+    model: str | Path | Model, strategy: str | Path | Strategy | None = None, **options: Any
+) -> TraceSet:
     """The trace set of a model under a strategy.
 
     `options` are those of `stage.request.resolve_request`: degrees (`gpus dp tp pp cp ep etp dp_shard`), the batch
@@ -83,13 +85,17 @@ def job(request: Request) -> Job:
     """Everything a trace set needs, computed once for each kind of block and each stage."""
     model, mesh = request.model, request.mesh
     widths = {"compute": dtype_bytes(request.dtype), "gradient": dtype_bytes(request.grad_dtype)}
-    concrete = Concrete(symbol_values(request), mesh, {"compute": request.dtype, "gradient": request.grad_dtype})
+    concrete = Concrete(
+        symbol_values(request), mesh, {"compute": request.dtype, "gradient": request.grad_dtype}
+    )
     kinds = {block: _lowered(request, block, concrete) for block in dict.fromkeys(model.blocks)}
     step = _step_plan(request, kinds, widths, concrete)
     stages = cut(model, request.degrees["pp"], request.stage_layers)
     programs = tuple(_program(i, units, kinds, step, request) for i, units in enumerate(stages))
     digits = NameStyle(
-        len(str(len(model.layers) - 1)), len(str(request.micro_batches - 1)), len(str(request.steps - 1)) if request.steps > 1 else 0
+        len(str(len(model.layers) - 1)),
+        len(str(request.micro_batches - 1)),
+        len(str(request.steps - 1)) if request.steps > 1 else 0,
     )
     placement = None if request.placement is None else np.array(request.placement, np.int64)
     return Job(mesh, programs, digits, describe(request, stages), placement)
@@ -98,30 +104,59 @@ def job(request: Request) -> Job:
 def _lowered(request: Request, block: Block, concrete: Concrete) -> _Kind:
     both = sharded_block(request, block)
     numbers = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
-    forward, backward = lower(both, concrete, gathered=request.strategy.zero == 3, numbers=numbers)
+    forward, backward = lower(both, concrete, gathered=_gathered(request), numbers=numbers)
     return _Kind(forward, backward, tuple(unit_parameters(both.forward, concrete)))
 
 
-def _step_plan(request: Request, kinds: Mapping[Block, _Kind], widths: Mapping[str, int], concrete: Concrete) -> StepPlan:
+def _gathered(request: Request) -> bool:
+    """Whether parameters are gathered before use: always under ZeRO 3, between steps with a sharded optimizer."""
+    zero = request.strategy.zero
+    return zero == 3 or (zero > 0 and request.steps > 1)
+
+
+def _step_plan(
+    request: Request, kinds: Mapping[Block, _Kind], widths: Mapping[str, int], concrete: Concrete
+) -> StepPlan:
     model, strategy, mesh = request.model, request.strategy, request.mesh
     x = model.graph(model.layers[0]).tensors["x"]
-    message = concrete.local(x, rest_layout(x, strategy.shard, mesh, concrete.sizes)).elements * widths["compute"]
+    message = (
+        concrete.local(x, rest_layout(x, strategy.shard, mesh, concrete.sizes)).elements * widths["compute"]
+    )
     replicate = frozenset(mesh.expand(["dp_replicate"])) if strategy.dp_shard is not None else frozenset()
     sharding = Sharding(strategy.zero, replicate)
-    tied = 0
-    if model.tied and request.degrees["pp"] > 1:
-        table = kinds[model.embedding].parameters[0]
-        degree = mesh.degree(sharding.split(table.data)[0]) if strategy.zero == 3 else 1
-        tied = -(-table.rows // degree) * table.columns
+    shared = _shared(kinds[model.embedding], kinds[model.head]) if request.degrees["pp"] > 1 else []
+    tied = sum(
+        -(-p.rows // (mesh.degree(sharding.split(p.data)[0]) if strategy.zero == 3 else 1)) * p.columns
+        for p in shared
+    )
     return StepPlan(
-        stages=request.degrees["pp"], micro_batches=request.micro_batches, schedule=strategy.schedule, steps=request.steps,
-        message=message, dtype=request.dtype, grad_dtype=request.grad_dtype,
-        per_micro_batch=request.grad_reduce == "microbatch", overlap=strategy.overlap_grad, clip=request.clip,
-        tied_elements=tied, sharding=sharding, mesh=mesh, widths=widths,
+        stages=request.degrees["pp"],
+        micro_batches=request.micro_batches,
+        schedule=strategy.schedule,
+        steps=request.steps,
+        message=message,
+        dtype=request.dtype,
+        grad_dtype=request.grad_dtype,
+        per_micro_batch=request.grad_reduce == "microbatch",
+        overlap=strategy.overlap_grad,
+        clip=request.clip,
+        tied_elements=tied,
+        experts=any(p.expert for kind in kinds.values() for p in kind.parameters),
+        sharding=sharding,
+        mesh=mesh,
+        widths=widths,
     )
 
 
-def _program(index: int, units: list[Unit], kinds: Mapping[Block, _Kind], step: StepPlan, request: Request) -> Program:
+def _shared(embedding: _Kind, head: _Kind) -> list[Parameter]:
+    """Parameters that the first and the last block both have: a tied token table, or that of a prediction module."""
+    names = {p.name for p in head.parameters}
+    return [p for p in embedding.parameters if p.name in names]
+
+
+def _program(
+    index: int, units: list[Unit], kinds: Mapping[Block, _Kind], step: StepPlan, request: Request
+) -> Program:
     seen: set[str] = set()
     plans = []
     for unit in units:
@@ -129,8 +164,12 @@ def _program(index: int, units: list[Unit], kinds: Mapping[Block, _Kind], step: 
         own = tuple(p for p in kind.parameters if unit.layer >= 0 or p.name not in seen)
         seen.update(p.name for p in own if unit.layer < 0)
         head = unit.block == request.model.head
-        plans.append(UnitPlan(unit.block.kind, unit.layer, kind.forward, kind.backward, own, head))
-    buckets = plan_buckets([p.parameters for p in plans], step.sharding, step.mesh, request.strategy.bucket_size)
+        plans.append(
+            UnitPlan(unit.block.kind, unit.layer, kind.forward, kind.backward, own, kind.parameters, head)
+        )
+    buckets = plan_buckets(
+        [p.parameters for p in plans], step.sharding, step.mesh, request.strategy.bucket_size
+    )
     return stage_program(StagePlan(index, tuple(plans), tuple(buckets)), step)
 
 

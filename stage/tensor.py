@@ -54,6 +54,7 @@ class Tensor:
 
     @property
     def dim_names(self) -> tuple[str, ...]:
+        """The names of the dimensions, in order."""
         return tuple(dim.name for dim in self.dims)
 
     @property

@@ -66,7 +66,9 @@ class TraceSet:
     def position(self, rank: int) -> int:
         """Where a rank stands on the mesh."""
         if rank not in self.ranks:
-            raise TraceError(f"rank {rank} is not one of the {self.world} ranks; choose one from 0 to {self.world - 1}")
+            raise TraceError(
+                f"rank {rank} is not one of the {self.world} ranks; choose one from 0 to {self.world - 1}"
+            )
         return rank if self._position is None else int(self._position[rank])
 
     def stage(self, rank: int) -> int:
@@ -128,7 +130,13 @@ class TraceSet:
     def _class_entry(self, stage: int, per_stage: int) -> dict[str, Any]:
         program, image = self.job.programs[stage], self.image(stage)
         digest = hashlib.sha256(image.data.tobytes()).hexdigest()
-        return {"class": stage, "ranks": per_stage, "bytes": len(image.data), "sha256": digest, **totals(program)}
+        return {
+            "class": stage,
+            "ranks": per_stage,
+            "bytes": len(image.data),
+            "sha256": digest,
+            **totals(program),
+        }
 
     def write(
         self,

@@ -29,6 +29,7 @@ LEVELS = (
     ("decoder",),
     ("passes",),
     ("counting",),
+    ("counting",),
     ("pipeline",),
     ("trace",),
     ("cost",),

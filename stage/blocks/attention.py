@@ -1,7 +1,5 @@
 """Self-attention with multi-head, grouped-query and multi-query projections."""
 
-from typing import Literal
-
 from stage.blocks.norm import rms_norm
 from stage.graph import Builder
 from stage.ops import Factors
@@ -22,9 +20,9 @@ def attention(
 ) -> Tensor:
     """Projections, rotary embedding, attention, output projection: x[batch, seq, d_model] -> the same.
 
-    `bias` adds biases to q, k and v (one of the output is added by `residual`); `qk_norm` normalizes q and k over
-    `head_dim` (Qwen3); `sinks` gives each head a learned logit that takes part in the softmax (gpt-oss); `window` is
-    a sliding window in tokens.
+    `bias` adds biases to q, k and v (one of the output is added by `residual`); `qk_norm` normalizes q and k
+    over `head_dim` (Qwen3); `sinks` gives each head a learned logit that takes part in the softmax (gpt-oss);
+    `window` is a sliding window in tokens.
     """
     q = b.linear(x, "q_proj", ["d_model"], ["heads", "head_dim"], bias=bias)
     k = b.linear(x, "k_proj", ["d_model"], ["kv_heads", "head_dim"], bias=bias)
@@ -38,20 +36,24 @@ def attention(
     return b.linear(o, "o_proj", ["heads", o.dim_names[-1]], ["d_model"])
 
 
-def attend(b: Builder, q: Tensor, k: Tensor, v: Tensor, *, window: Size | None = None, sink: Tensor | None = None) -> Tensor:
+def attend(
+    b: Builder, q: Tensor, k: Tensor, v: Tensor, *, window: Size | None = None, sink: Tensor | None = None
+) -> Tensor:
     """softmax(q k^T) v: one fused kernel, or three with the option `unfused`."""
     mask = {"mask": b.options.mask} | ({} if window is None else {"window": window})
     if b.options.attention == "fused" and not b.options.dropout:
         return b.op("attention", [q, k, v, *([sink] if sink is not None else [])], "core", **mask)[0]
-    return _unfused(b, q, k, v, mask, sink)
+    return _unfused(b, (q, k, v), mask, sink)
 
 
-def _unfused(b: Builder, q: Tensor, k: Tensor, v: Tensor, mask: dict[str, Size], sink: Tensor | None) -> Tensor:
+def _unfused(
+    b: Builder, qkv: tuple[Tensor, Tensor, Tensor], mask: dict[str, Size], sink: Tensor | None
+) -> Tensor:
+    q, k, v = qkv
     queries = ("batch", "seq", "heads")
     keys = ("batch", "kv_seq", "heads")
     pairs = ("batch", "heads", "seq", "kv_seq")
-    dqk: tuple[Literal["qk"]] = ("qk",)
-    to_scores = Factors(((*queries, *dqk), (*keys, *dqk)), (pairs,))
+    to_scores = Factors(((*queries, "qk"), (*keys, "qk")), (pairs,))
     scores = b.contract(q, k, "core.scores", pairs, factors=to_scores, **mask)
     operands = [scores, *([sink] if sink is not None else [])]
     weights = b.op("attention_softmax", operands, "core.softmax")[0]

@@ -10,7 +10,7 @@ TABLE = "embedding.weight"
 
 
 def embedding(b: Builder, tokens: Tensor, *, positions: bool = False) -> Tensor:
-    """Tokens to vectors, with learned `positions` if asked for: tokens[batch, seq] -> [batch, seq, d_model]."""
+    """Vectors of tokens, with learned `positions` if asked: tokens[batch, seq] -> [batch, seq, d_model]."""
     x = token_embedding(b, tokens)
     return b.dropout("embedding_dropout", learned_positions(b, x) if positions else x)
 
@@ -22,6 +22,6 @@ def token_embedding(b: Builder, tokens: Tensor) -> Tensor:
 
 
 def learned_positions(b: Builder, x: Tensor) -> Tensor:
-    """x plus a learned vector for each position; the table is sliced as the sequence is."""
+    """The vectors x plus a learned one for each position; the table is sliced as the sequence is."""
     table = b.parameter("position.weight", "positions", "d_model")
     return b.add("position", x, table)

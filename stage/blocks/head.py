@@ -20,7 +20,8 @@ class Norm(Protocol):
 def lm_head(b: Builder, x: Tensor, labels: Tensor, *, norm: Norm = rms_norm, tied: bool = False) -> Tensor:
     """The loss of every position: x[batch, seq, d_model], labels[batch, seq] -> [batch, seq] in fp32.
 
-    x is normalized first. A `tied` head multiplies by the token table; every head of a block has the same weight.
+    x is normalized first. A `tied` head multiplies by the token table; every head of a block has the same
+    weight.
     """
     weight = b.parameter(TABLE if tied else "lm_head.weight", "vocab", "d_model", shared=True)
     logits = b.contract(norm(b, x, "norm"), weight, "lm_head", ("batch", "seq", "vocab"))
@@ -28,7 +29,7 @@ def lm_head(b: Builder, x: Tensor, labels: Tensor, *, norm: Norm = rms_norm, tie
 
 
 def cross_entropy(b: Builder, logits: Tensor, labels: Tensor) -> Tensor:
-    """log sum exp(logits) - logit of the label, without ever gathering the vocabulary."""
+    """Log sum exp(logits) - logit of the label, without ever gathering the vocabulary."""
     with b.scope("loss"):
         maximum = b.op("logits_max", [logits], "max")[0]
         target = b.op("target_logit", [logits, labels], "target")[0]

@@ -12,9 +12,9 @@ __all__ = ["latent_attention"]
 def latent_attention(b: Builder, x: Tensor, *, q_lora: bool = True, bias: bool = False) -> Tensor:
     """x[batch, seq, d_model] -> the same, through latents of `q_lora_rank` and `kv_lora_rank`.
 
-    A query and a key are `qk_nope_head_dim` numbers of their own and `qk_rope_head_dim` rotated ones, and the rotated
-    part of the key is shared by all heads; a value has `v_head_dim`. Without `q_lora` queries are projected from x;
-    `bias` adds biases to the projections into the latents.
+    A query and a key are `qk_nope_head_dim` numbers of their own and `qk_rope_head_dim` rotated ones, and the
+    rotated part of the key is shared by all heads; a value has `v_head_dim`. Without `q_lora` queries are
+    projected from x; `bias` adds biases to the projections into the latents.
     """
     qk_head = b.dim("qk_head_dim", size("qk_nope_head_dim") + size("qk_rope_head_dim"))
     if q_lora:

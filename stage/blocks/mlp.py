@@ -6,7 +6,9 @@ from stage.tensor import Tensor
 __all__ = ["gated_mlp", "mlp"]
 
 
-def gated_mlp(b: Builder, x: Tensor, *, hidden: str = "d_ff", function: str = "swiglu", bias: bool = False) -> Tensor:
+def gated_mlp(
+    b: Builder, x: Tensor, *, hidden: str = "d_ff", function: str = "swiglu", bias: bool = False
+) -> Tensor:
     """down(act(gate(x)) * up(x)) (Shazeer 2020): x[batch, seq, d_model] -> the same.
 
     Biases of gate and up are added by their epilogues, one of down by whoever adds the residual.
@@ -17,6 +19,6 @@ def gated_mlp(b: Builder, x: Tensor, *, hidden: str = "d_ff", function: str = "s
 
 
 def mlp(b: Builder, x: Tensor, *, hidden: str = "d_ff", function: str = "gelu", bias: bool = False) -> Tensor:
-    """down(act(up(x))); a bias of `up` is added by its epilogue, one of `down` by whoever adds the residual."""
+    """down(act(up(x))); a bias of up is added by its epilogue, one of down by whoever adds the residual."""
     up = b.linear(x, "up_proj", ["d_model"], [hidden], bias=bias)
     return b.linear(b.pointwise(function, "act", up), "down_proj", [hidden], ["d_model"])

@@ -1,7 +1,7 @@
 """Mixture of experts with balanced loads: route, dispatch, a gated MLP per expert, combine.
 
-The router's probabilities travel with the tokens and weight the activations inside the experts (Megatron-LM), so a
-combine only adds. Gate, up and down are grouped matrix multiplications over the experts of a device.
+The router's probabilities travel with the tokens and weight the activations inside the experts (Megatron-LM),
+so a combine only adds. Gate, up and down are grouped matrix multiplications over the experts of a device.
 """
 
 from stage.blocks.mlp import gated_mlp
@@ -21,7 +21,7 @@ def moe(
     expert_bias: bool = False,
     shared: bool = False,
 ) -> Tensor:
-    """x[batch, seq, d_model] -> the same; each token visits `top_k` of `experts`, of hidden size `expert_d_ff`.
+    """x[batch, seq, d_model] -> the same; a token visits `top_k` of `experts`, of hidden size `expert_d_ff`.
 
     With `shared` every token also visits the experts that all share, one gated MLP of `shared_d_ff`
     (Dai et al., DeepSeekMoE, 2024, section 3.2).
@@ -58,7 +58,10 @@ def _experts(b: Builder, y: Tensor, weights: Tensor, function: str, bias: bool) 
             return product if offset is None else b.add(f"experts.{name}_bias", product, offset)
         return b.contract(source, weight, f"experts.{name}", result, bias=offset)
 
-    gate, up = grouped(y, "gate_proj", "d_model", "expert_d_ff"), grouped(y, "up_proj", "d_model", "expert_d_ff")
+    gate, up = (
+        grouped(y, "gate_proj", "d_model", "expert_d_ff"),
+        grouped(y, "up_proj", "d_model", "expert_d_ff"),
+    )
     if bias:  # a bias of the last product must be weighted too, so the weights come after it
         y = grouped(b.pointwise(function, "experts.act", gate, up), "down_proj", "expert_d_ff", "d_model")
         return b.pointwise("mul", "experts.weight", y, weights)

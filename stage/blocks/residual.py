@@ -7,7 +7,7 @@ __all__ = ["residual"]
 
 
 def residual(b: Builder, x: Tensor, h: Tensor, *, bias: bool = False) -> Tensor:
-    """x + h, with the bias of the projection that made h, which is added after its reduction; dropout if asked for."""
+    """The sum x + h, with the bias of what made h (added after its reduction), and dropout if asked."""
     if bias and not b.options.dropout:
         return b.add("residual", x, h, b.parameter("bias", x.dims[-1]))
     if bias:

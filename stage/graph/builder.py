@@ -33,7 +33,9 @@ class Options:
 class Builder:
     """Collects the nodes of one block."""
 
-    def __init__(self, name: str, options: Options = Options(), sizes: Mapping[str, Size] | None = None) -> None:
+    def __init__(
+        self, name: str, options: Options = Options(), sizes: Mapping[str, Size] | None = None
+    ) -> None:
         self.name = name
         self.options = options
         self._sizes = dict(sizes or {})
@@ -88,7 +90,9 @@ class Builder:
             assert out.name not in self._tensors, f"{out.name} is made twice in {self.name}"
             self._tensors[out.name] = out
             outputs.append(out)
-        self._nodes.append(Node(kind, full, tuple(t.name for t in inputs), tuple(t.name for t in outputs), attrs))
+        self._nodes.append(
+            Node(kind, full, tuple(t.name for t in inputs), tuple(t.name for t in outputs), attrs)
+        )
         return tuple(outputs)
 
     def contract(self, x: Tensor, w: Tensor, name: str, out: Sequence[str], **attrs: Any) -> Tensor:
@@ -97,7 +101,9 @@ class Builder:
         operands = [x, w] if bias is None else [x, w, bias]
         return self.op("contract", operands, name, out=tuple(out), **attrs)[0]
 
-    def linear(self, x: Tensor, name: str, over: Sequence[str], out: Sequence[str | Dim], bias: bool = False) -> Tensor:
+    def linear(
+        self, x: Tensor, name: str, over: Sequence[str], out: Sequence[str | Dim], bias: bool = False
+    ) -> Tensor:
         """x times a weight over the dimensions `over`, which become `out`; a bias is added by the epilogue."""
         dims = self._dims(out)
         weight = self.parameter(f"{name}.weight", *dims, *(Dim(d, x.size(d)) for d in over), rows=len(dims))

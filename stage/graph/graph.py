@@ -47,9 +47,11 @@ class Graph:
         return tuple(t for t in self.tensors.values() if t.role == "parameter")
 
     def operands(self, node: Node) -> list[Tensor]:
+        """The tensors a node reads."""
         return [self.tensors[name] for name in node.inputs]
 
     def results(self, node: Node) -> list[Tensor]:
+        """The tensors a node makes."""
         return [self.tensors[name] for name in node.outputs]
 
     def producers(self) -> dict[str, Node]:
@@ -65,6 +67,7 @@ class Graph:
         return found
 
     def with_nodes(self, nodes: tuple[Node, ...], **changes: Any) -> "Graph":
+        """The graph with other nodes (and other fields, if given)."""
         return replace(self, nodes=nodes, **changes)
 
     def defects(self) -> Iterator[str]:

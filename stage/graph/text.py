@@ -11,7 +11,10 @@ def format_layout(tensor: Tensor, layout: Layout | None) -> str:
     """`[batch/dp, seq/cp.tp, d_model] +tp`: axes after a slash, pending after a plus, invariant after a bang."""
     if layout is None:
         return f"[{', '.join(tensor.dim_names)}]"
-    dims = [name + ("/" + ".".join(axes) if axes else "") for name, axes in zip(tensor.dim_names, layout.dims, strict=True)]
+    dims = [
+        name + ("/" + ".".join(axes) if axes else "")
+        for name, axes in zip(tensor.dim_names, layout.dims, strict=True)
+    ]
     text = f"[{', '.join(dims)}]"
     if layout.pending:
         text += " +" + ".".join(sorted(layout.pending))
@@ -21,9 +24,7 @@ def format_layout(tensor: Tensor, layout: Layout | None) -> str:
 
 
 def _format_node(graph: Graph, node: Node) -> str:
-    outs = ", ".join(
-        f"{t.name}{format_layout(t, graph.layouts.get(t.name))}" for t in graph.results(node)
-    )
+    outs = ", ".join(f"{t.name}{format_layout(t, graph.layouts.get(t.name))}" for t in graph.results(node))
     step = node.attrs.get("step")
     detail = f"<{'.'.join(step.axes)}>" if step is not None else ""
     mark = "" if node.phase == "forward" else f"  # {node.phase}"
@@ -32,11 +33,11 @@ def _format_node(graph: Graph, node: Node) -> str:
 
 def format_graph(graph: Graph) -> str:
     """One line for each input, parameter, node and result."""
+    given = [("in", graph.tensors[name]) for name in graph.inputs] + [
+        ("parameter", t) for t in graph.parameters
+    ]
     lines = [f"graph {graph.name}"]
-    for name in graph.inputs:
-        lines.append(f"  in {name}{format_layout(graph.tensors[name], graph.layouts.get(name))}")
-    for tensor in graph.parameters:
-        lines.append(f"  parameter {tensor.name}{format_layout(tensor, graph.layouts.get(tensor.name))}")
+    lines += [f"  {kind} {t.name}{format_layout(t, graph.layouts.get(t.name))}" for kind, t in given]
     lines += [_format_node(graph, node) for node in graph.nodes]
     lines.append(f"  return {', '.join(graph.outputs)}")
     return "\n".join(lines)

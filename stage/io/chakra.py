@@ -137,7 +137,7 @@ def find_world(
     return 1 + max(ranks[-1], *(rank for members in groups.values() for rank in members), 0)
 
 
-def write_directory(  # noqa: PLR0917 - these six are what a set consists of
+def write_directory(
     path: str | Path,
     world: int,
     ranks: Iterable[int],

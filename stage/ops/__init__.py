@@ -1,6 +1,17 @@
 """Op families, one module each; importing this package registers them all."""
 
-from stage.ops import attention, collective, contract, contract_group, embedding, loss, moe, norm, pointwise, view
+from stage.ops import (
+    attention,
+    collective,
+    contract,
+    contract_group,
+    embedding,
+    loss,
+    moe,
+    norm,
+    pointwise,
+    view,
+)
 from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, get_op, register, registered
 
 __all__ = [

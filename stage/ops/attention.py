@@ -1,10 +1,10 @@
 """Attention: one fused kernel (FlashAttention's work and traffic), and softmax for the unfused form.
 
 Work of one sequence: every query meets `keys` keys, each pair costs a multiply-add per element of the two
-products q.k and p.v. A causal mask leaves half of the pairs, a sliding window of W at most W - W^2/(2 S) a query.
-The fused backward runs five products where the forward runs two (the scores are made again), so for equal head
-dimensions it executes 2.5 times the forward's work; a FLOP count of the model credits it with twice
-(Dao et al., FlashAttention-2, 2023, section 3).
+products q.k and p.v. A causal mask leaves half of the pairs, a sliding window of W at most W - W^2/(2 S) a
+query. The fused backward runs five products where the forward runs two (the scores are made again), so for
+equal head dimensions it executes 2.5 times the forward's work; a FLOP count of the model credits it with
+twice (Dao et al., FlashAttention-2, 2023, section 3).
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,9 @@ def _sinks(tensors: Sequence[Tensor]) -> list[tuple[Factor, ...]]:
 def _factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Factors:
     q, k, v, *sinks = inputs
     o, lse = outputs
-    return Factors((_q(q), _kv(k), _kv(v), *_sinks(sinks)), (_q(o), lse.dim_names), fixed=frozenset({"kv_seq"}))
+    return Factors(
+        (_q(q), _kv(k), _kv(v), *_sinks(sinks)), (_q(o), lse.dim_names), fixed=frozenset({"kv_seq"})
+    )
 
 
 def _pairs(attrs: Attrs, q: Tensor, k: Tensor) -> Size:

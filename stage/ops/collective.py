@@ -1,7 +1,7 @@
-"""Steps of a reshard as ops of a graph, so that differentiation finds them and transposes them like any other.
+"""Steps of a reshard as ops of a graph, so that differentiation transposes them like any other.
 
-The attribute `step` says which axes take part and between which states; its transpose is the collective of the
-backward pass. `slice`, `vary` and `pad` move nothing between devices and make no node in a trace.
+The attribute `step` says which axes take part and between which states; its transpose is the collective of
+the backward pass. `slice`, `vary` and `pad` move nothing between devices and make no node in a trace.
 """
 
 from collections.abc import Sequence

@@ -18,6 +18,7 @@ __all__ = ["CONTRACT", "contract_factors"]
 
 
 def contract_factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Factors:
+    """The letters of the einsum: names of dimensions, or what the attribute `factors` says instead."""
     given: Factors | None = attrs.get("factors")
     if given is None:
         return dim_factors(attrs, inputs, outputs)
@@ -26,23 +27,33 @@ def contract_factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[T
     return Factors((*given.operands, *extra), given.results)
 
 
+def _sizes(names: Sequence[tuple[Factor, ...]], tensors: Sequence[Tensor]) -> dict[Factor, Size]:
+    """The size of each factor: that of the dimension of its own name, where there is one.
+
+    A factor stands for a smaller dimension of another name where that is repeated: `heads` that share `kv_heads`.
+    """
+    sizes: dict[Factor, Size] = {}
+    for factors, tensor in zip(names, tensors, strict=True):
+        for factor, dim in zip(factors, tensor.dims, strict=True):
+            if factor is not None and (factor not in sizes or dim.name == factor):
+                sizes[factor] = dim.size
+    return sizes
+
+
 def _infer(attrs: Attrs, inputs: Sequence[Tensor]) -> list[tuple[tuple[Dim, ...], str]]:
     out: Sequence[str] = attrs["out"]
     given: Factors | None = attrs.get("factors")
-    names = given.operands if given is not None else tuple(t.dim_names for t in inputs)
-    sizes = {f: dim.size for t, fs in zip(inputs, names, strict=False) for f, dim in zip(fs, t.dims, strict=True) if f}
-    sizes |= {dim.name: dim.size for t in inputs for dim in t.dims if dim.name not in sizes}
-    return [(tuple(Dim(name, sizes[name]) for name in out), attrs.get("dtype", "compute"))]
+    names = tuple(t.dim_names for t in inputs) if given is None else given.operands
+    results = tuple(out) if given is None else given.results[0]
+    sizes = _sizes(names, inputs[: len(names)])
+    dims = tuple(Dim(name, sizes[factor]) for name, factor in zip(out, results, strict=True))
+    return [(dims, attrs.get("dtype", "compute"))]
 
 
 def _flops(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Size:
     """2 for each multiply-add: 2 x the product of the sizes of all factors; masked pairs are skipped."""
     factors = contract_factors(attrs, inputs, outputs)
-    sizes: dict[Factor, Size] = {}
-    for tensor, names in zip((*inputs, *outputs), (*factors.operands, *factors.results), strict=True):
-        for name, dim in zip(names, tensor.dims, strict=True):
-            if name is not None and (name not in sizes or dim.name == name):
-                sizes[name] = dim.size
+    sizes = _sizes((*factors.operands, *factors.results), (*inputs, *outputs))
     if "mask" in attrs:
         sizes["kv_seq"] = keys_per_query(sizes["kv_seq"], attrs["mask"], attrs.get("window"))
     return 2 * prod(sizes.values(), start=1)

@@ -36,7 +36,9 @@ def _flops(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) ->
 
 def _dgrad_flops(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Size:
     n = attrs["parts"]
-    return sum(CONTRACT.flops({}, [dy, w], outputs) for dy, w in zip(inputs[:n], inputs[n : 2 * n], strict=True))
+    return sum(
+        CONTRACT.flops({}, [dy, w], outputs) for dy, w in zip(inputs[:n], inputs[n : 2 * n], strict=True)
+    )
 
 
 def _wgrad_flops(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Size:
@@ -62,4 +64,6 @@ CONTRACT_GROUP = register(Op("contract_group", _infer, _transpose, _flops, _flop
 CONTRACT_GROUP_DGRAD = register(
     Op("contract_group_dgrad", _infer, None, _dgrad_flops, _dgrad_flops, factors=_factors, accumulates=True)
 )
-CONTRACT_GROUP_WGRAD = register(Op("contract_group_wgrad", _infer, None, _wgrad_flops, _wgrad_flops, factors=_factors))
+CONTRACT_GROUP_WGRAD = register(
+    Op("contract_group_wgrad", _infer, None, _wgrad_flops, _wgrad_flops, factors=_factors)
+)

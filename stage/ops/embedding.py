@@ -1,7 +1,7 @@
 """Token embedding: a gather of rows, never a matrix multiplication.
 
-With the vocabulary sharded each device gathers the rows it has and zeros for the others, so the vocabulary is a
-reduced factor and the result pending (Megatron-LM's vocabulary-parallel embedding).
+With the vocabulary sharded each device gathers the rows it has and zeros for the others, so the vocabulary is
+a reduced factor and the result pending (Megatron-LM's vocabulary-parallel embedding).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,9 @@ def _flops(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) ->
     return outputs[0].elements
 
 
-def _bytes(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: Callable[[str], int]) -> Size:
+def _bytes(
+    attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: Callable[[str], int]
+) -> Size:
     """Rows, not the table: read once, written once."""
     return inputs[0].elements * width(inputs[0].dtype) + 2 * outputs[0].elements * width(outputs[0].dtype)
 

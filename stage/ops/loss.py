@@ -2,10 +2,10 @@
 
     loss = log(sum_v exp(logit_v - m)) + m - logit_label,        m = max_v logit_v
 
-`logits_max`, `target_logit` and `sum_exp` reduce over the vocabulary, so each is pending where it is sharded and
-becomes one all-reduce of batch x seq numbers (three in all, as in Megatron-LM's vocabulary-parallel loss). The
-maximum takes no part in differentiation. Backward, `softmax_backward` writes exp(logit - m) / sum, and
-`target_backward` subtracts one at the label, in place.
+`logits_max`, `target_logit` and `sum_exp` reduce over the vocabulary, so each is pending where it is sharded
+and becomes one all-reduce of batch x seq numbers (three in all, as in Megatron-LM's vocabulary-parallel
+loss). The maximum takes no part in differentiation. Backward, `softmax_backward` writes exp(logit - m) / sum,
+and `target_backward` subtracts one at the label, in place.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from typing import Any
 from stage.ops.registry import Attrs, Factors, Op, Tape, dim_factors, register
 from stage.tensor import Dim, Size, Tensor
 
-__all__ = ["LOSS", "LOGITS_MAX", "SUM_EXP", "TARGET_LOGIT"]
+__all__ = ["LOGITS_MAX", "LOSS", "SUM_EXP", "TARGET_LOGIT"]
 
 
 def _rows(attrs: Attrs, inputs: Sequence[Tensor]) -> list[tuple[tuple[Dim, ...], str]]:
@@ -33,7 +33,9 @@ def _times(count: int, operand: int = 0) -> Any:
     return flops
 
 
-def _target_bytes(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: Callable[[str], int]) -> Size:
+def _target_bytes(
+    attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: Callable[[str], int]
+) -> Size:
     """One logit a row is read, one number a row written."""
     labels = inputs[1]
     return labels.elements * (width(labels.dtype) + width(inputs[0].dtype) + 4)

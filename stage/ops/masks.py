@@ -2,6 +2,8 @@
 
 from fractions import Fraction
 
+import sympy
+
 from stage.tensor import Size
 
 __all__ = ["keys_per_query"]
@@ -28,6 +30,4 @@ def _reciprocal(value: Size) -> Size:
 def _minimum(a: Size, b: Size) -> Size:
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
-    import sympy
-
     return sympy.Min(a, b)

@@ -1,10 +1,11 @@
 """Mixture of experts: routing, and moving tokens between their order in the batch and their experts.
 
-`permute_tokens` copies each token once per expert that wants it: x[batch, seq, d_model] -> [experts, slots, d_model],
-where `slots` are the places of one expert, batch x seq x top_k / experts of them when loads are balanced. Before
-it every device holds slots of all experts for its own tokens (so `slots` is sharded as batch and seq are); for the
-grouped GEMM `experts` is sharded and the slots of an expert come together. The reshard between the two **is**
-the all-to-all. `sort_by_expert` orders what arrived, for which it needs every source's counts.
+`permute_tokens` copies each token once per expert that wants it: x[batch, seq, d_model] -> [experts, slots,
+d_model], where `slots` are the places of one expert, batch x seq x top_k / experts of them when loads are
+balanced. Before it every device holds slots of all experts for its own tokens (so `slots` is sharded as batch
+and seq are); for the grouped GEMM `experts` is sharded and the slots of an expert come together. The reshard
+between the two **is** the all-to-all. `sort_by_expert` orders what arrived, for which it needs every source's
+counts.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,13 @@ TOKENS = ("batch", "seq")
 
 def _names(tensor: Tensor) -> tuple[Factor, ...]:
     """Slots and sources are tokens: a merge of batch and seq. Nothing is sharded over experts here."""
-    merged: dict[str, Factor] = {"slots": TOKENS, "sources": TOKENS, "experts": None, "router": None, "top_k": None}
+    merged: dict[str, Factor] = {
+        "slots": TOKENS,
+        "sources": TOKENS,
+        "experts": None,
+        "router": None,
+        "top_k": None,
+    }
     return tuple(merged.get(name, name) for name in tensor.dim_names)
 
 
@@ -60,6 +67,10 @@ def _moved(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) ->
     return inputs[0].elements if inputs[0].dtype != "int64" else outputs[0].elements
 
 
+def _counted(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Size:
+    return inputs[0].elements
+
+
 def _bytes(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: Any) -> Size:
     """Each copied element is read and written, whatever the shape it is copied from."""
     larger = max(inputs[0], outputs[0], key=lambda t: "experts" in t.dim_names)
@@ -80,9 +91,13 @@ def _unpermute_transpose(tape: Tape, node: Any) -> None:
     tape.emit("permute_tokens", [cotangent, tape.saved(indices)], [y])
 
 
-PERMUTE = register(Op("permute_tokens", _given, _permute_transpose, _moved, factors=_token_factors, bytes=_bytes))
-UNPERMUTE = register(Op("unpermute_tokens", _given, _unpermute_transpose, _moved, factors=_token_factors, bytes=_bytes))
-COUNT_TOKENS = register(Op("count_tokens", _given, None, lambda a, i, o: i[0].elements, factors=_token_factors))
+PERMUTE = register(
+    Op("permute_tokens", _given, _permute_transpose, _moved, factors=_token_factors, bytes=_bytes)
+)
+UNPERMUTE = register(
+    Op("unpermute_tokens", _given, _unpermute_transpose, _moved, factors=_token_factors, bytes=_bytes)
+)
+COUNT_TOKENS = register(Op("count_tokens", _given, None, _counted, factors=_token_factors))
 
 
 def _sort_infer(attrs: Attrs, inputs: Sequence[Tensor]) -> list[tuple[tuple[Dim, ...], str]]:
@@ -106,4 +121,6 @@ def _sort_flops(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor
     return outputs[0].elements
 
 
-SORT_BY_EXPERT = register(Op("sort_by_expert", _sort_infer, _sort_transpose, _sort_flops, factors=_sort_factors))
+SORT_BY_EXPERT = register(
+    Op("sort_by_expert", _sort_infer, _sort_transpose, _sort_flops, factors=_sort_factors)
+)

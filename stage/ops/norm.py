@@ -1,7 +1,8 @@
 """Layer norm and RMS norm: one kernel forward, one backward (which also makes the weights' gradients).
 
 The dimension of the weight is the normalized one and can not be sharded. The weight's gradient sums over all
-others, so wherever these are sharded it is pending: over the data axes, and over `tp` under sequence parallelism.
+others, so wherever these are sharded it is pending: over the data axes, and over `tp` under sequence
+parallelism.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stage.ops.registry import Attrs, Factors, Op, Tape, dim_factors, register
+from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, register
 from stage.tensor import Dim, Size, Tensor
 
 __all__ = ["FUNCTIONS", "Function"]
@@ -57,12 +57,11 @@ def _add_transpose(tape: Tape, node: Any) -> None:
 
 def add_factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Factors:
     """By name, but a table of positions is a table over the sequence."""
-    rename = {"positions": "seq"} if any("positions" in t.dim_names for t in (*inputs, *outputs)) else {}
-    by_name = dim_factors(attrs, inputs, outputs)
-    return Factors(
-        tuple(tuple(rename.get(f or "", f) for f in fs) for fs in by_name.operands),
-        tuple(tuple(rename.get(f or "", f) for f in fs) for fs in by_name.results),
-    )
+    return Factors(tuple(_over_seq(t) for t in inputs), tuple(_over_seq(t) for t in outputs))
+
+
+def _over_seq(tensor: Tensor) -> tuple[Factor, ...]:
+    return tuple("seq" if name == "positions" else name for name in tensor.dim_names)
 
 
 ADD = register(Op("add", _like_first, _add_transpose, _add_flops, factors=add_factors, accumulates=False))

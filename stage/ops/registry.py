@@ -15,7 +15,7 @@ __all__ = ["Attrs", "Factor", "Factors", "Op", "Tape", "dim_factors", "get_op", 
 
 Attrs = Mapping[str, Any]
 Factor = str | tuple[str, ...] | None
-"""A dimension's factor; None where it is whole on every device; a tuple where it merges several (tokens of MoE)."""
+"""A dimension's factor; None where it is whole on every device; a tuple where it merges several (tokens)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class Factors:
     """The factors of an op: per dimension of each operand and of each result.
 
     `fixed` factors can not be sharded (a norm's own dimension). `held` names factors that no operand has but
-    whose axes this op must leave alone (the loss of a vocabulary-parallel head is computed alike on all of them).
+    whose axes this op must leave alone (the loss of a vocabulary-parallel head is computed alike on all of
+    them).
     """
 
     operands: tuple[tuple[Factor, ...], ...]
@@ -47,11 +48,13 @@ class Tape(Protocol):
     def emit(self, op: str, inputs: Sequence[str], wrt: Sequence[str], **attrs: Any) -> None:
         """Add a node whose results are cotangents of the forward tensors `wrt`.
 
-        If the op can add into an existing cotangent (`accumulates`) and there is one, it becomes its last operand;
-        otherwise an `add` follows. Gradients of parameters are always added into.
+        If the op can add into an existing cotangent (`accumulates`) and there is one, it becomes its last
+        operand; otherwise an `add` follows. Gradients of parameters are always added into.
         """
 
-    def emit_temporary(self, op: str, inputs: Sequence[str], like: str, dims: Sequence[Dim], **attrs: Any) -> str:
+    def emit_temporary(
+        self, op: str, inputs: Sequence[str], like: str, dims: Sequence[Dim], **attrs: Any
+    ) -> str:
         """Add a node whose result is no cotangent; it has the layout of the backward tensor `like`."""
 
     def alias(self, wrt: str, cotangent: str) -> None:
@@ -66,8 +69,10 @@ def dim_factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor
     return Factors(tuple(t.dim_names for t in inputs), tuple(t.dim_names for t in outputs))
 
 
-def moved_bytes(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: Callable[[str], int]) -> Size:
-    """Every operand is read once and every result written once; a gradient, which is added into, is read as well."""
+def moved_bytes(
+    attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: Callable[[str], int]
+) -> Size:
+    """Each operand is read once and each result written once; a gradient is added into, so it is read too."""
     total = sum(t.elements * width(t.dtype) for t in (*inputs, *outputs))
     return total + sum(t.elements * width(t.dtype) for t in outputs if t.role == "gradient")
 

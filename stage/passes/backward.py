@@ -63,7 +63,11 @@ class _Tape:
 
     def saved(self, tensor: str) -> str:
         producer = self.producers.get(tensor)
-        if producer is None or producer.op != "all_gather" or not set(producer.attrs["step"].axes) <= self.regather:
+        if (
+            producer is None
+            or producer.op != "all_gather"
+            or not set(producer.attrs["step"].axes) <= self.regather
+        ):
             return tensor
         if tensor not in self.again:
             source = self.saved(producer.inputs[0])
@@ -81,13 +85,15 @@ class _Tape:
         else:
             self._add(wrt, existing, cotangent)
 
-    def emit(self, op: str, inputs: Sequence[str], wrt: Sequence[str], suffix: str = "backward", **attrs: Any) -> None:
+    def emit(
+        self, op: str, inputs: Sequence[str], wrt: Sequence[str], suffix: str = "backward", **attrs: Any
+    ) -> None:
         assert self.current is not None
         operands, existing = list(inputs), {x: self.cotangents[x] for x in wrt if x in self.cotangents}
         adds_in = get_op(op).accumulates and len(wrt) == 1
         if adds_in and existing:
             operands.append(existing[wrt[0]])
-        fresh = [self._cotangent_of(x) for x in wrt]
+        fresh = [self.cotangent_like(x) for x in wrt]
         self._node(op, f"{self.current.name}.{suffix}", tuple(operands), tuple(fresh), attrs)
         for x, name in zip(wrt, fresh, strict=True):
             if x in existing and not adds_in:
@@ -95,7 +101,9 @@ class _Tape:
             else:
                 self.cotangents[x] = name
 
-    def emit_temporary(self, op: str, inputs: Sequence[str], like: str, dims: Sequence[Dim], **attrs: Any) -> str:
+    def emit_temporary(
+        self, op: str, inputs: Sequence[str], like: str, dims: Sequence[Dim], **attrs: Any
+    ) -> str:
         assert self.current is not None
         name = f"{self.current.name}.{op}"
         self.tensors[name] = Tensor(name, tuple(dims), self.tensors[like].dtype)
@@ -103,7 +111,7 @@ class _Tape:
         self._node(op, name, tuple(inputs), (name,), attrs)
         return name
 
-    def _cotangent_of(self, primal: str) -> str:
+    def cotangent_like(self, primal: str) -> str:
         tensor = self.tensors[primal]
         gradient = tensor.role == "parameter"
         base = f"d.{primal}"
@@ -118,11 +126,13 @@ class _Tape:
         return name
 
     def _add(self, wrt: str, existing: str, cotangent: str) -> None:
-        name = self._cotangent_of(wrt)
+        name = self.cotangent_like(wrt)
         self._node("add", f"{wrt}.cotangent_sum", (existing, cotangent), (name,), {})
         self.cotangents[wrt] = name
 
-    def _node(self, op: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], attrs: dict[str, Any]) -> None:
+    def _node(
+        self, op: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], attrs: dict[str, Any]
+    ) -> None:
         fresh, i = name, 1
         while fresh in self.names:
             i += 1
@@ -131,7 +141,9 @@ class _Tape:
         self.nodes.append(Node(op, fresh, inputs, outputs, attrs, "backward"))
 
 
-def differentiate(graph: Graph, atoms: Sequence[str] = (), regather: frozenset[str] = frozenset()) -> Differentiated:
+def differentiate(
+    graph: Graph, atoms: Sequence[str] = (), regather: frozenset[str] = frozenset()
+) -> Differentiated:
     """The graph with its derivative.
 
     `atoms` are the mesh's, needed for the layouts of a sharded graph; `regather` those over which gathered operands
@@ -140,7 +152,7 @@ def differentiate(graph: Graph, atoms: Sequence[str] = (), regather: frozenset[s
     tape = _Tape(graph, atoms, regather)
     seeds = []
     for out in graph.outputs:
-        seed = tape._cotangent_of(out)
+        seed = tape.cotangent_like(out)
         tape.cotangents[out] = seed
         seeds.append(seed)
     for node in reversed(graph.nodes):

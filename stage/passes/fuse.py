@@ -14,7 +14,7 @@ def _kind(graph: Graph, node: Node) -> tuple[str, tuple[str, ...], int] | None:
     if node.op != "contract" or "factors" in node.attrs:
         return None
     weights = [graph.tensors[name] for name in node.inputs[1:]]
-    if any(w.role != "parameter" for w in weights) or len({name for name in node.inputs}) != len(node.inputs):
+    if any(w.role != "parameter" for w in weights) or len(set(node.inputs)) != len(node.inputs):
         return None
     dims = tuple(HEADS.get(name, name) for name in graph.tensors[node.outputs[0]].dim_names)
     return node.inputs[0], dims, len(node.inputs)

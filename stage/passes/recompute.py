@@ -13,15 +13,10 @@ from stage.passes.backward import Differentiated
 __all__ = ["POLICIES", "recompute"]
 
 
-def _everything(node: Node) -> bool:
-    return True
-
-
-def _attention_core(node: Node) -> bool:
-    return node.name.rsplit(".core", 1)[-1] != node.name
-
-
-POLICIES: dict[str, Callable[[Node], bool]] = {"full": _everything, "selective": _attention_core}
+POLICIES: dict[str, Callable[[Node], bool]] = {
+    "full": lambda _: True,
+    "selective": lambda node: "core" in node.name.split("."),
+}
 """Which forward nodes of a layer each policy runs again."""
 
 

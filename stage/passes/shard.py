@@ -50,7 +50,9 @@ class Assignment:
 
 
 @lru_cache(maxsize=4096)
-def _assign(names: frozenset[str], held: frozenset[str], table: tuple[tuple[str, tuple[str, ...]], ...], mesh: Mesh) -> Assignment:
+def _assign(
+    names: frozenset[str], held: frozenset[str], table: tuple[tuple[str, tuple[str, ...]], ...], mesh: Mesh
+) -> Assignment:
     taken: set[str] = set()
     used: set[str] = set()
     axes: dict[str, tuple[str, ...]] = {}
@@ -76,7 +78,9 @@ def rest_layout(tensor: Tensor, table: Table, mesh: Mesh, sizes: Mapping[str, in
     return _operand_layout(tensor, tensor.dim_names, assignment, mesh, sizes)
 
 
-def _fit(tensor: Tensor, index: int, atoms: tuple[str, ...], mesh: Mesh, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def _fit(
+    tensor: Tensor, index: int, atoms: tuple[str, ...], mesh: Mesh, sizes: Mapping[str, int]
+) -> tuple[str, ...]:
     """The atoms that shard a dim: all of them, or for KV heads the leading ones that divide it."""
     dim = tensor.dims[index]
     if not atoms or dim.name in UNORDERED:
@@ -103,8 +107,13 @@ def _operand_layout(
 
 
 def _result_layout(
-    tensor: Tensor, factors: Sequence[Factor], pending: frozenset[str], reduction: str,
-    assignment: Assignment, mesh: Mesh, sizes: Mapping[str, int],
+    tensor: Tensor,
+    factors: Sequence[Factor],
+    pending: frozenset[str],
+    reduction: str,
+    assignment: Assignment,
+    mesh: Mesh,
+    sizes: Mapping[str, int],
 ) -> Layout:
     layout = _operand_layout(tensor, factors, assignment, mesh, sizes)
     if not pending:
@@ -114,7 +123,9 @@ def _result_layout(
 
 def _reduced(factors: Factors, index: int, assignment: Assignment) -> frozenset[str]:
     """Atoms of factors that operands have and this result has not."""
-    flat = {part for names in factors.operands for f in names if f for part in ((f,) if isinstance(f, str) else f)}
+    flat = {
+        part for names in factors.operands for f in names if f for part in ((f,) if isinstance(f, str) else f)
+    }
     kept = {part for f in factors.results[index] if f for part in ((f,) if isinstance(f, str) else f)}
     return frozenset(atom for factor in flat - kept for atom in assignment.axes.get(factor, ()))
 
@@ -152,7 +163,9 @@ class _Sharder:
         for node in self.graph.nodes:
             self._place(node)
         outputs = tuple(self._at_rest(name) if self._passed_on(name) else name for name in self.graph.outputs)
-        return Graph(self.graph.name, self.tensors, tuple(self.nodes), self.graph.inputs, outputs, self.layouts).check()
+        return Graph(
+            self.graph.name, self.tensors, tuple(self.nodes), self.graph.inputs, outputs, self.layouts
+        ).check()
 
     def _place(self, node: Node) -> None:
         factors, assignment, wanted = self.wants[node.name]
@@ -166,10 +179,9 @@ class _Sharder:
         self.nodes.append(Node(node.op, node.name, inputs, node.outputs, node.attrs, node.phase))
 
     def _reshard(self, name: str, wanted: Layout) -> str:
-        tensor = self.tensors[name]
-        if name not in self.layouts:  # a parameter, or tokens: they are put where their first reader wants them
-            self.layouts[name] = wanted
-        have = self.layouts[name]
+        have = self.layouts.setdefault(
+            name, wanted
+        )  # parameters and tokens are put where their first reader wants them
         if have == wanted:
             return name
         if have.pending:
@@ -208,20 +220,20 @@ class _Sharder:
             unordered = frozenset(i for i, dim in enumerate(tensor.dims) if dim.name in UNORDERED)
             current = name
             for step in plan_reshard(self.layouts[name], wanted, self.mesh, unordered=unordered):
-                current = self._step(name, current, step)
+                current = self._step(name, current, step, unordered)
             self.layouts[current] = wanted if unordered else self.layouts[current]
             assert self.layouts[current] == wanted, f"{name}: {self.layouts[current]} is not {wanted}"
             self.placed[name, wanted] = current
         return self.placed[name, wanted]
 
-    def _step(self, origin: str, current: str, step: Step) -> str:
+    def _step(self, origin: str, current: str, step: Step, unordered: frozenset[int]) -> str:
         base = f"{origin}.{step.kind}"
         fresh, i = base, 1
         while fresh in self.tensors:
             i += 1
             fresh = f"{base}.{i}"
         self.tensors[fresh] = self.tensors[origin].named(fresh, role=self._role(origin))
-        self.layouts[fresh] = step.apply(self.layouts[current])
+        self.layouts[fresh] = step.apply(self.layouts[current], unordered=unordered)
         self.nodes.append(Node(step.kind, fresh, (current,), (fresh,), {"step": step}))
         return fresh
 

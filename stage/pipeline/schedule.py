@@ -23,8 +23,8 @@ class Action:
         return f"{self.kind}{self.micro_batch}"
 
 
-def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """All forwards, then all backwards in the same order (Huang et al. 2019).
+def gpipe(_stage: int, _stages: int, micro_batches: int) -> list[Action]:
+    """All forwards, then all backwards in the same order, on every stage alike (Huang et al. 2019).
 
     >>> " ".join(map(str, gpipe(0, 2, 2)))
     'F0 F1 B0 B1'
@@ -47,11 +47,16 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> lis
     return actions + [Action("B", i) for i in range(micro_batches - warmup, micro_batches)]
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], list[Action]]] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+SCHEDULES: dict[str, Callable[[int, int, int], list[Action]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+}
 
 
 def order(schedule: str, stage: int, stages: int, micro_batches: int) -> list[Action]:
     """The actions of one stage; a `StrategyError` for a schedule that is not known."""
     if schedule not in SCHEDULES:
-        raise StrategyError(f"schedule {schedule!r} is not known; choose one of {', '.join(sorted(SCHEDULES))}")
+        raise StrategyError(
+            f"schedule {schedule!r} is not known; choose one of {', '.join(sorted(SCHEDULES))}"
+        )
     return SCHEDULES[schedule](stage, stages, micro_batches)

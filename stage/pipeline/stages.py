@@ -41,9 +41,15 @@ def cut(model: Model, stages: int, stage_layers: Sequence[int] | None = None) ->
     units, first = [], 0
     for stage, n in enumerate(stage_layers):
         own = [Unit(model.layers[i], i) for i in range(first, first + n)]
-        own = ([Unit(model.embedding)] if stage == 0 else []) + own + ([Unit(model.head)] if stage == stages - 1 else [])
+        own = (
+            ([Unit(model.embedding)] if stage == 0 else [])
+            + own
+            + ([Unit(model.head)] if stage == stages - 1 else [])
+        )
         if not own:
-            raise StrategyError(f"stage {stage} of {model.name} has no layers; give it at least one in --stage-layers")
+            raise StrategyError(
+                f"stage {stage} of {model.name} has no layers; give it at least one in --stage-layers"
+            )
         units.append(own)
         first += n
     return units

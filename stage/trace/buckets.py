@@ -54,26 +54,31 @@ def plan_buckets(
 
 
 def _cut(
-    units: Sequence[Sequence[Parameter]], expert: bool, data: tuple[str, ...],
-    shard: tuple[str, ...], replicate: tuple[str, ...], mesh: Mesh, bucket_size: int,
+    units: Sequence[Sequence[Parameter]],
+    expert: bool,
+    data: tuple[str, ...],
+    shard: tuple[str, ...],
+    replicate: tuple[str, ...],
+    mesh: Mesh,
+    bucket_size: int,
 ) -> list[Bucket]:
     """The buckets of one kind of parameters."""
     buckets: list[Bucket] = []
     filled, unit = 0, 0
 
-    def close() -> None:
+    def close(unit: int) -> None:
         alignment = lcm(mesh.degree(shard), BUCKET_ALIGNMENT) if shard else 1
         buckets.append(Bucket(expert, unit, -(-filled // alignment) * alignment, filled, shard, replicate))
 
-    for unit, tensors in _reversed(units, expert, data):
+    for current, tensors in _reversed(units, expert, data):
         if shard:
             filled = -(-filled // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
-        filled += sum(p.elements for p in tensors)
+        filled, unit = filled + sum(p.elements for p in tensors), current
         if bucket_size and filled >= bucket_size:
-            close()
+            close(unit)
             filled = 0
     if filled:
-        close()
+        close(unit)
     return buckets
 
 

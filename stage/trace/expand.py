@@ -55,7 +55,9 @@ def _pattern(instance: Instance, forward_nodes: int) -> Pattern:
 
 def _variants(program: Program) -> dict[tuple[int, Pattern], list[int]]:
     """Instances that share an image: those of one template connected alike."""
-    lengths = {instance.base: len(program.templates[instance.template].nodes) for instance in program.instances}
+    lengths = {
+        instance.base: len(program.templates[instance.template].nodes) for instance in program.instances
+    }
     variants: dict[tuple[int, Pattern], list[int]] = {}
     for i, instance in enumerate(program.instances):
         key = (instance.template, _pattern(instance, lengths.get(instance.forward, 0)))

@@ -22,7 +22,9 @@ class GroupTable:
     `placement[position]` is the rank at a position of the mesh; without it they are the same.
     """
 
-    def __init__(self, mesh: Mesh, axes: Iterable[Sequence[str]], placement: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self, mesh: Mesh, axes: Iterable[Sequence[str]], placement: NDArray[np.int64] | None = None
+    ) -> None:
         self.mesh = mesh
         self.placement = placement
         order = {name: i for i, (name, _) in enumerate(mesh.atoms)}

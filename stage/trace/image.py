@@ -145,7 +145,9 @@ class _Encoder:
         return self.template.numbers
 
     def _attributes(self, node: TemplateNode) -> list[tuple[bytes, tuple[str, object, int] | None]]:
-        found: list[tuple[bytes, tuple[str, object, int] | None]] = [(attribute("is_cpu_op", "bool_val", False), None)]
+        found: list[tuple[bytes, tuple[str, object, int] | None]] = [
+            (attribute("is_cpu_op", "bool_val", False), None)
+        ]
         if node.is_compute:
             found.append((attribute("num_ops", "int64_val", node.flops), None))
             found.append((attribute("tensor_size", "uint64_val", node.bytes), None))
@@ -160,8 +162,12 @@ class _Encoder:
             found.append((attribute("comm_size", "int64_val", node.bytes), None))
             ends = (0, node.peer) if node.kind == "send" else (node.peer, 0)
             for key, distance in zip(("comm_src", "comm_dst"), ends, strict=True):
-                found.append((attribute(key, "int32_val", 0, width=PEER_WIDTH), ("peer", distance, PEER_WIDTH)))
-            found.append((attribute("comm_tag", "int32_val", 0, width=TAG_WIDTH), ("field", "tag", TAG_WIDTH)))
+                found.append(
+                    (attribute(key, "int32_val", 0, width=PEER_WIDTH), ("peer", distance, PEER_WIDTH))
+                )
+            found.append(
+                (attribute("comm_tag", "int32_val", 0, width=TAG_WIDTH), ("field", "tag", TAG_WIDTH))
+            )
         found += [(attribute(k, "string_val", v), None) for k, v in _texts(node) if v]
         widths = {"layer": LAYER_WIDTH, "micro_batch": MICRO_BATCH_WIDTH}
         for key in self._numbers():
@@ -194,7 +200,9 @@ def _node_type(node: TemplateNode) -> NodeType:
     return special.get(node.kind, NodeType.COMM_COLL)
 
 
-def resolve_deps(template: Template, pattern: Sequence[tuple[int, int] | None]) -> list[list[tuple[int, int]]]:
+def resolve_deps(
+    template: Template, pattern: Sequence[tuple[int, int] | None]
+) -> list[list[tuple[int, int]]]:
     """The dependencies of each node as (source, offset), each once; `pattern` says what each port is."""
     port = dict(zip(template.ports, pattern, strict=True))
     resolved = []

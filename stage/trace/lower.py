@@ -14,7 +14,7 @@ from stage.mesh import Mesh
 from stage.ops import get_op
 from stage.ops.collective import is_collective
 from stage.passes.backward import Differentiated
-from stage.symbols import dtype_bytes, evaluate, exact
+from stage.symbols import dtype_bytes, exact
 from stage.tensor import Dim, Tensor, resolve_dtypes
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
@@ -50,7 +50,9 @@ def _integer(value: int | Fraction) -> int | Fraction:
 class _Lowering:
     """One graph on its way to a template."""
 
-    def __init__(self, graph: Graph, concrete: Concrete, outside: Callable[[str], Ref | None], gathered: bool) -> None:
+    def __init__(
+        self, graph: Graph, concrete: Concrete, outside: Callable[[str], Ref | None], gathered: bool
+    ) -> None:
         self.graph, self.concrete, self.outside, self.gathered = graph, concrete, outside, gathered
         self.local: dict[str, Tensor] = {}
         self.sources: dict[str, tuple[Ref, ...]] = {}
@@ -77,7 +79,9 @@ class _Lowering:
                 made = deps
             else:
                 made = (Ref("self", len(self.nodes)),)
-                self.nodes.append(self._collective(node, deps) if is_collective(node.op) else self._compute(node, deps))
+                self.nodes.append(
+                    self._collective(node, deps) if is_collective(node.op) else self._compute(node, deps)
+                )
             self.sources.update(dict.fromkeys(node.outputs, made))
         return self.nodes
 
@@ -88,9 +92,16 @@ class _Lowering:
         moved = op.bytes(attrs, ins, outs, self.concrete.width)
         credited = op.model_flops(attrs, ins, outs) if op.model_flops and node.phase != "recompute" else 0
         return TemplateNode(
-            name=node.name, kind="compute", op=node.op, bytes=max(1, round(moved)),
-            flops=max(1, round(op.flops(attrs, ins, outs))), model_flops=round(credited), deps=deps,
-            dtype=resolve_dtypes(outs[0].dtype, self.concrete.dtypes), phase=node.phase, matmul=op.is_matmul,
+            name=node.name,
+            kind="compute",
+            op=node.op,
+            bytes=max(1, round(moved)),
+            flops=max(1, round(op.flops(attrs, ins, outs))),
+            model_flops=round(credited),
+            deps=deps,
+            dtype=resolve_dtypes(outs[0].dtype, self.concrete.dtypes),
+            phase=node.phase,
+            matmul=op.is_matmul,
             shapes=_shapes(ins, outs),
         )
 
@@ -99,19 +110,32 @@ class _Lowering:
         size = tensor.elements * self.concrete.width(tensor.dtype)
         assert size == int(size) > 0, f"{node.name} moves {size} bytes"
         return TemplateNode(
-            name=node.name, kind=node.op, op=node.op, bytes=int(size), axes=node.attrs["step"].axes, deps=deps,
-            dtype=resolve_dtypes(tensor.dtype, self.concrete.dtypes), phase=node.phase, shapes=_shapes([tensor], []),
+            name=node.name,
+            kind=node.op,
+            op=node.op,
+            bytes=int(size),
+            axes=node.attrs["step"].axes,
+            deps=deps,
+            dtype=resolve_dtypes(tensor.dtype, self.concrete.dtypes),
+            phase=node.phase,
+            shapes=_shapes([tensor], []),
         )
 
 
 def _shapes(ins: list[Tensor], outs: list[Tensor]) -> str:
     """Shapes of operands and results, as text: `4096x4096,4096x1024->4096x1024`."""
-    text = [",".join("x".join(str(dim.size) for dim in t.dims) or "1" for t in group) for group in (ins, outs)]
+    text = [
+        ",".join("x".join(str(dim.size) for dim in t.dims) or "1" for t in group) for group in (ins, outs)
+    ]
     return "->".join(part for part in text if part)
 
 
 def lower(
-    block: Differentiated, concrete: Concrete, *, gathered: bool = False, numbers: tuple[str, ...] = ("micro_batch",)
+    block: Differentiated,
+    concrete: Concrete,
+    *,
+    gathered: bool = False,
+    numbers: tuple[str, ...] = ("micro_batch",),
 ) -> tuple[Template, Template]:
     """The templates of a block's forward and backward, whose instances are named by `numbers`.
 
@@ -121,7 +145,9 @@ def lower(
     forward, backward = block.forward, block.backward
     x = forward.inputs[0]
     ahead = _Lowering(forward, concrete, lambda name: Ref("port", "x") if name == x else None, gathered)
-    first = Template(forward.name, "forward", chain(ahead.run()), _single(ahead.refs(forward.outputs[0])), numbers=numbers)
+    first = Template(
+        forward.name, "forward", chain(ahead.run()), _single(ahead.refs(forward.outputs[0])), numbers=numbers
+    )
 
     def outside(name: str) -> Ref | None:
         if name in block.seeds:
@@ -129,7 +155,11 @@ def lower(
         if name == x:
             return Ref("port", "x")
         made = ahead.refs(name)
-        return Ref("forward", made[-1].target) if made and made[-1].kind == "self" else (made[-1] if made else None)
+        return (
+            Ref("forward", made[-1].target)
+            if made and made[-1].kind == "self"
+            else (made[-1] if made else None)
+        )
 
     behind = _Lowering(backward, concrete, outside, gathered)
     nodes = chain(behind.run())
@@ -144,5 +174,6 @@ def _single(refs: tuple[Ref, ...]) -> Ref | None:
 
 
 def _index(refs: tuple[Ref, ...]) -> int:
-    assert refs and refs[-1].kind == "self", "a gradient is made inside its block"
+    assert refs, "a gradient is made by a node"
+    assert refs[-1].kind == "self", "a gradient is made inside its block"
     return int(refs[-1].target)

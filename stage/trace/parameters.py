@@ -35,6 +35,7 @@ class Parameter:
 
     @property
     def elements(self) -> int:
+        """Elements on one device."""
         return self.rows * self.columns
 
 
@@ -77,5 +78,3 @@ def _data_axes(mesh: Mesh, expert: bool) -> frozenset[str]:
 
 def _in_order(axes: frozenset[str], mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name, _ in mesh.atoms if name in axes)
-
-

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from stage.mesh import Mesh
 from stage.trace.buckets import Bucket
 from stage.trace.parameters import Parameter, Sharding
-from stage.trace.template import Template
+from stage.trace.template import Ref, Template, TemplateNode
 
 __all__ = ["StagePlan", "StepPlan", "UnitPlan"]
 
@@ -16,8 +16,9 @@ class StepPlan:
     """The organisation of a step.
 
     `message` is the bytes of an activation between stages. `per_micro_batch` reduces gradients after every backward,
-    not once. `overlap` starts a bucket's reduction when it is complete, not at the end. `tied` says that first and
-    last stage share `tied_elements` of the token table and sum its gradient.
+    not once. `overlap` starts a bucket's reduction when it is complete, not at the end. `tied_elements` are those of
+    the token table whose gradient first and last stage sum, because both use it. `experts` says whether any stage has
+    some.
     """
 
     stages: int
@@ -31,16 +32,32 @@ class StepPlan:
     overlap: bool
     clip: bool
     tied_elements: int
+    experts: bool
     sharding: Sharding
     mesh: Mesh
     widths: Mapping[str, int]
+
+    def collective(
+        self,
+        name: str,
+        kind: str,
+        elements: int,
+        axes: tuple[str, ...],
+        deps: tuple[Ref, ...],
+        phase: str,
+        dtype: str = "gradient",
+    ) -> TemplateNode:
+        """A collective of `elements` gradients (or parameters, with the dtype `compute`) a device."""
+        size, name_of = elements * self.widths[dtype], {"gradient": self.grad_dtype, "compute": self.dtype}
+        return TemplateNode(name, kind, kind, size, axes=axes, deps=deps, dtype=name_of[dtype], phase=phase)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
     """A block of a stage: its templates, its parameters, and its layer (-1 for embedding and head).
 
-    A `head` is not gathered again for its backward, which follows its forward at once.
+    `parameters` are those the block owns, `reads` also one that it shares with a block before it on the stage. A
+    `head` is not gathered again for its backward, which follows its forward at once.
     """
 
     kind: str
@@ -48,6 +65,7 @@ class UnitPlan:
     forward: Template
     backward: Template
     parameters: tuple[Parameter, ...]
+    reads: tuple[Parameter, ...]
     head: bool = False
 
 

@@ -61,7 +61,14 @@ class Assembly:
         return self._last[stream]
 
     def place(
-        self, template: Template, *, layer: int = -1, micro_batch: int = -1, forward: int = -1, tag: int = 0, **ports: int
+        self,
+        template: Template,
+        *,
+        layer: int = -1,
+        micro_batch: int = -1,
+        forward: int = -1,
+        tag: int = 0,
+        **ports: int,
     ) -> Instance:
         """Add an instance after all others; ports that are streams connect by themselves."""
         index = self._index.get(id(template))
@@ -89,4 +96,5 @@ class Assembly:
         return (instance.base if ref.kind == "self" else instance.forward) + int(ref.target)
 
     def program(self) -> Program:
+        """What has been placed, as a program."""
         return Program(tuple(self.templates), tuple(self.instances), self.nodes)

@@ -23,10 +23,8 @@ class _Stage:
         self.assembly = Assembly()
         self.forwards: dict[tuple[int, int], Instance] = {}
         self.data = DataParallel(plan, step, self.assembly)
-        self.pipes = {
-            (kind, peer): _message(kind, peer, direction, step)
-            for kind, peer, direction in (("recv", -1, FORWARD), ("send", 1, FORWARD), ("recv", 1, BACKWARD), ("send", -1, BACKWARD))
-        }
+        ends = (("recv", -1, FORWARD), ("send", 1, FORWARD), ("recv", 1, BACKWARD), ("send", -1, BACKWARD))
+        self.pipes = {(kind, peer): _message(kind, peer, direction, step) for kind, peer, direction in ends}
 
     def run(self) -> Program:
         actions = order(self.step.schedule, self.plan.stage, self.step.stages, self.step.micro_batches)
@@ -37,16 +35,14 @@ class _Stage:
             self.data.finish()
         return self.assembly.program()
 
-    def _tag(self, boundary: int, direction: int, micro_batch: int) -> int:
-        """A number of its own for each message between two stages: step, direction and micro-batch."""
-        per_step = 2 * self.step.micro_batches
-        return self.assembly.step * per_step + 2 * micro_batch + direction
+    def _tag(self, direction: int, micro_batch: int) -> int:
+        """A number of its own for each message between two stages: step, micro-batch and direction."""
+        return 2 * (self.assembly.step * self.step.micro_batches + micro_batch) + direction
 
     def _exchange(self, kind: str, peer: int, direction: int, micro_batch: int, source: int = -1) -> int:
-        boundary = self.plan.stage + min(peer, 0)
-        if not 0 <= boundary < self.step.stages - 1:
+        if not 0 <= self.plan.stage + peer < self.step.stages:
             return -1
-        tag = self._tag(boundary, direction, micro_batch)
+        tag = self._tag(direction, micro_batch)
         return self.assembly.place(self.pipes[kind, peer], micro_batch=micro_batch, tag=tag, data=source).base
 
     def _forward(self, micro_batch: int) -> None:
@@ -70,21 +66,30 @@ class _Stage:
             ahead = self.data.gather(i - 1, micro_batch, "backward")
             before = self.forwards.pop((i, micro_batch))
             x = self.assembly.resolve(before, Ref("port", "x"))
-            instance = self._place(unit, unit.backward, micro_batch, forward=before.base, x=x, dy=dy, weights=weights)
+            instance = self._place(
+                unit, unit.backward, micro_batch, forward=before.base, x=x, dy=dy, weights=weights
+            )
             dy = self.assembly.resolve(instance, unit.backward.output)
             self.data.complete(i, micro_batch)
             weights = ahead
         self._exchange("send", -1, BACKWARD, micro_batch, dy)
 
-    def _place(self, unit: UnitPlan, template: Template, micro_batch: int, forward: int = -1, **ports: int) -> Instance:
-        return self.assembly.place(template, layer=unit.layer, micro_batch=micro_batch, forward=forward, **ports)
+    def _place(
+        self, unit: UnitPlan, template: Template, micro_batch: int, forward: int = -1, **ports: int
+    ) -> Instance:
+        return self.assembly.place(
+            template, layer=unit.layer, micro_batch=micro_batch, forward=forward, **ports
+        )
 
 
 def _message(kind: str, peer: int, direction: int, step: StepPlan) -> Template:
     """A send or receive of an activation or its cotangent, from or to the stage `peer` further."""
     what = "forward" if direction == FORWARD else "backward"
     deps = (Ref("port", "data"),) if kind == "send" else ()
-    node = TemplateNode(f"{kind}_{what}", kind, kind, step.message, peer=peer, deps=deps, dtype=step.dtype, phase="pipeline")
+    name = f"{kind}_{what}"
+    node = TemplateNode(
+        name, kind, kind, step.message, peer=peer, deps=deps, dtype=step.dtype, phase="pipeline"
+    )
     return Template("pipeline", "pipeline", chain([node]), numbers=("micro_batch",))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 __all__ = ["Ref", "Template", "TemplateNode"]
 
 COMPUTE = "compute"
-SEND, RECV = "send", "recv"
+RECV = "recv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,13 @@ class TemplateNode:
 
     @property
     def is_compute(self) -> bool:
+        """Whether the node runs on the compute stream."""
         return self.kind == COMPUTE
 
     @property
-    def takes_comm_slot(self) -> bool:
-        """Whether the node is chained on the communication stream; a receive waits for its message alone."""
-        return self.kind not in (COMPUTE, RECV)
+    def stream(self) -> str:
+        """The stream a node is chained on: `compute`, `comm`, or `recv`, for a receive waits for its message alone."""
+        return COMPUTE if self.is_compute else RECV if self.kind == RECV else "comm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +77,14 @@ class Template:
 
     def last(self, stream: str) -> int | None:
         """The index of the last node on the `compute`, `comm` or `recv` stream, or None."""
-        on = {
-            "compute": lambda node: node.is_compute,
-            "comm": lambda node: node.takes_comm_slot,
-            "recv": lambda node: node.kind == RECV,
-        }[stream]
-        return next((i for i in reversed(range(len(self.nodes))) if on(self.nodes[i])), None)
+        return next((i for i in reversed(range(len(self.nodes))) if self.nodes[i].stream == stream), None)
 
     @property
     def ports(self) -> tuple[str, ...]:
         """Names of the ports that nodes refer to, in order of first use."""
-        return tuple(dict.fromkeys(str(r.target) for node in self.nodes for r in node.deps if r.kind == "port"))
+        return tuple(
+            dict.fromkeys(str(r.target) for node in self.nodes for r in node.deps if r.kind == "port")
+        )
 
 
 def chain(nodes: list[TemplateNode]) -> tuple[TemplateNode, ...]:
@@ -94,9 +92,8 @@ def chain(nodes: list[TemplateNode]) -> tuple[TemplateNode, ...]:
     last: dict[str, Ref] = {}
     chained = []
     for i, node in enumerate(nodes):
-        stream = "compute" if node.is_compute else "recv" if node.kind == RECV else "comm"
-        before = last.get(stream, Ref("port", stream))
+        before = last.get(node.stream, Ref("port", node.stream))
         deps = tuple(dict.fromkeys((*node.deps, before)))
         chained.append(replace(node, deps=deps))
-        last[stream] = Ref("self", i)
+        last[node.stream] = Ref("self", i)
     return tuple(chained)

@@ -1,0 +1,65 @@
+"""FSDP: what a block gathers and scatters. Every parameter is padded by rows to the shards (PyTorch FSDP2).
+
+A block's parameters are one all-gather, and its gradients one reduce-scatter, for each set of axes that shards them
+(experts have their own). Where only a part of data parallelism shards (HSDP), the shard is then all-reduced over the
+rest.
+"""
+
+from collections.abc import Sequence
+
+from stage.trace.parameters import Parameter
+from stage.trace.plan import StepPlan, UnitPlan
+from stage.trace.template import Ref, Template, TemplateNode, chain
+
+__all__ = ["gather_template", "padded", "parameter_groups", "scatter_template", "shard_elements"]
+
+
+def parameter_groups(
+    parameters: Sequence[Parameter], step: StepPlan
+) -> list[tuple[str, tuple[str, ...], tuple[str, ...], list[Parameter]]]:
+    """Parameters that are moved together: a suffix for names, the axes that shard, those that replicate, and they."""
+    groups: dict[tuple[bool, tuple[str, ...]], list[Parameter]] = {}
+    for p in parameters:
+        groups.setdefault((p.expert, p.data), []).append(p)
+    found = []
+    for (expert, data), group in sorted(groups.items(), key=lambda item: item[0]):
+        shard, replicate = step.sharding.split(data)
+        found.append(("_expert" if expert else "", shard, replicate, group))
+    return found
+
+
+def padded(p: Parameter, step: StepPlan, axes: tuple[str, ...]) -> int:
+    """Elements of one device's shard of a parameter."""
+    return -(-p.rows // step.mesh.degree(axes)) * p.columns
+
+
+def shard_elements(group: Sequence[Parameter], step: StepPlan, axes: tuple[str, ...]) -> int:
+    """Elements of one device's shard of several parameters."""
+    return sum(padded(p, step, axes) for p in group)
+
+
+def gather_template(unit: UnitPlan, step: StepPlan, phase: str) -> Template:
+    """The all-gathers of all parameters a block reads; they wait for the port `free`."""
+    nodes = []
+    for suffix, shard, _, group in parameter_groups(unit.reads, step):
+        if shard:
+            elements = shard_elements(group, step, shard)
+            name, after = f"parameters{suffix}.all_gather", (Ref("port", "free"),)
+            nodes.append(step.collective(name, "all_gather", elements, shard, after, phase, "compute"))
+    return Template(unit.kind, phase, chain(nodes), numbers=unit.forward.numbers)
+
+
+def scatter_template(unit: UnitPlan, step: StepPlan) -> Template:
+    """The reduce-scatters of the gradients a block owns, and their sums over replicas; after the port `grad`."""
+    nodes: list[TemplateNode] = []
+    for suffix, shard, replicate, group in parameter_groups(unit.parameters, step):
+        elements = shard_elements(group, step, shard)
+        after: tuple[Ref, ...] = (Ref("port", "grad"),)
+        if shard:
+            whole, name = elements * step.mesh.degree(shard), f"gradients{suffix}.reduce_scatter"
+            nodes.append(step.collective(name, "reduce_scatter", whole, shard, after, "backward"))
+            after = (Ref("self", len(nodes) - 1),)
+        if replicate:
+            name = f"gradients{suffix}.all_reduce"
+            nodes.append(step.collective(name, "all_reduce", elements, replicate, after, "backward"))
+    return Template(unit.kind, "backward", chain(nodes), numbers=unit.forward.numbers)
