@@ -5,7 +5,7 @@ block. `batch` is the sequences of one micro-batch over all ranks. Each expressi
 the nodes of a synthesized trace have.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +147,18 @@ def closed_forms(request: Request) -> dict[str, Any]:
         "vocab": request.sizes["vocab"],
         "parameters": str(tidy(parameters)),
         "parameters_value": price.local.value(parameters),
+        "flops": _by_phase(blocks, lambda phase: [{key: phase[f"matmul_{key}"] for key in ("flops", "flops_value")}]),
+        "communication": _by_phase(blocks, lambda phase: phase["communication"]),
         "blocks": blocks,
         "message": {"bytes": str(message), "bytes_value": price.local.value(message)},
     }
+
+
+def _by_phase(blocks: list[dict[str, Any]], entries: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What every block has in both phases, one after another."""
+    return [
+        {"block": block["kind"], "phase": phase, **{key: value for key, value in entry.items() if key != "nodes"}}
+        for phase in ("forward", "backward")
+        for block in blocks
+        for entry in entries(block[phase])
+    ]

@@ -4,8 +4,9 @@ A set with a manifest says most of this itself, once for each class of ranks tha
 other producers all ranks are read, and ranks whose traces have equal totals are taken for a class.
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,11 @@ from stage.trace.node import CommType, NodeType, TraceNode
 __all__ = ["Source", "trace_summary"]
 
 COMPUTE = (int(NodeType.COMP), int(NodeType.MEM_LOAD), int(NodeType.MEM_STORE))
-FIRST, TOP = 16, 8
+COMMUNICATION = ("kind", "axes", "group", "count", "bytes")
+FIRST, TOP = 16, 12
+NUMBERS = re.compile(r"(?<=[a-z])[0-9]+(?=\.)|/(mb|step)[0-9]+")
+"""What tells the instances of one node of a program apart: its layer, its micro-batch, its step."""
+
 INPUTS = (
     "model", "strategy", "mesh", "batch", "micro_batch", "micro_batches", "seq", "steps", "schedule", "recompute", "zero",
     "stage_layers", "dtype", "grad_dtype",
@@ -100,10 +105,8 @@ def _plain(value: Any) -> Any:
 def _own_class(entry: Mapping[str, Any]) -> dict[str, Any]:
     """A class as the manifest describes it."""
     kept = ("class", "ranks", "nodes", "num_ops", "matmul_ops", "memory_bytes")
-    collectives = entry.get("collectives")
-    if collectives is None:
-        collectives = [{"kind": kind, **numbers} for kind, numbers in entry.get("communication", {}).items()]
-    return {**{key: entry[key] for key in kept if key in entry}, "communication": [dict(c) for c in collectives]}
+    named = [{key: one[key] for key in COMMUNICATION} for one in entry.get("communication", ())]
+    return {**{key: entry[key] for key in kept if key in entry}, "communication": named}
 
 
 def _foreign_classes(source: Source) -> list[dict[str, Any]]:
@@ -141,7 +144,6 @@ def rank_summary(source: Source, rank: int) -> dict[str, Any]:
     totals = Totals()
     for node in nodes:
         totals.add(node, source)
-    compute = sorted((n for n in nodes if n.type in COMPUTE), key=lambda n: (-number(n, "num_ops"), n.id))
     return {
         "rank": rank,
         "nodes": totals.nodes,
@@ -149,28 +151,32 @@ def rank_summary(source: Source, rank: int) -> dict[str, Any]:
         "memory_bytes": totals.memory_bytes,
         "types": dict(Counter(_type(node) for node in nodes)),
         "phases": dict(Counter(str(node.get("phase", "-")) for node in nodes)),
-        "ops": _by_op(nodes),
+        "ops": _most_work(nodes, lambda node: str(node.get("op", "-"))),
         "communication": _communication(totals),
-        "largest": [{**_line(n), "num_ops": number(n, "num_ops")} for n in compute[:TOP]],
-        "first": [{**_line(node), "waits_for": list(node.data_deps)} for node in nodes[:FIRST]],
+        "largest": _most_work(nodes, lambda node: NUMBERS.sub("", node.name), "name")[:TOP],
+        "first": [_line(node) for node in nodes[:FIRST]],
     }
 
 
-def _by_op(nodes: Iterable[TraceNode]) -> list[dict[str, Any]]:
-    """Count, work and traffic of the compute nodes of each op, those with the most work first."""
+def _most_work(nodes: Iterable[TraceNode], label: Callable[[TraceNode], str], title: str = "op") -> list[dict[str, Any]]:
+    """Count, work and traffic of the compute nodes of each label, those with the most work first."""
     found: dict[str, list[int]] = {}
     for node in nodes:
         if node.type in COMPUTE:
-            entry = found.setdefault(str(node.get("op", "-")), [0, 0, 0])
+            entry = found.setdefault(label(node), [0, 0, 0])
             entry[0] += 1
             entry[1] += number(node, "num_ops")
             entry[2] += number(node, "tensor_size")
-    rows = [{"op": op, "count": n, "num_ops": work, "memory_bytes": moved} for op, (n, work, moved) in found.items()]
-    return sorted(rows, key=lambda row: -int(row["num_ops"]))
+    ranked = sorted(found.items(), key=lambda item: -item[1][1])
+    return [
+        {title: name, "count": count, "num_ops": work, "memory_bytes": moved}
+        for name, (count, work, moved) in ranked
+    ]
 
 
 def _line(node: TraceNode) -> dict[str, Any]:
-    return {"id": node.id, "name": node.name, "type": _type(node)}
+    """A node in one line: what it is, what it does and what it waits for."""
+    return {"id": node.id, "name": node.name, "type": _type(node), "waits_for": list(node.data_deps)}
 
 
 def _type(node: TraceNode) -> str:
