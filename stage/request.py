@@ -262,8 +262,18 @@ def resolve_request(
 
 
 def _shard_degree(strategy: Strategy, dp: int) -> int | None:
-    """The inner size of data parallelism, where the strategy has one that is smaller than dp."""
-    inner = strategy.dp_shard
+    """The inner size of data parallelism, where the strategy has one that is smaller than dp.
+
+    It is that of HSDP, or that of the ranks among which parameters are sharded between forward and backward.
+    """
+    inner, between = strategy.dp_shard, strategy.reshard_after_forward
+    if not isinstance(between, bool):
+        if inner is not None:
+            raise StrategyError(
+                f"strategy {strategy.name} has dp_shard = {inner} and reshard_after_forward = {between}; "
+                "give one of them, for they both split dp"
+            )
+        inner = between
     if inner is None or inner >= dp:
         return None
     return inner
