@@ -215,5 +215,3 @@ def _shard_orders(operands: tuple[Operand, ...], rule: _Rule) -> dict[str, tuple
                     f"operands of {rule.where}; reshard them to one order first"
                 )
     return orders
-
-

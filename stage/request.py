@@ -144,6 +144,15 @@ def _check_experts(model: Model, degrees: Mapping[str, int]) -> None:
             )
 
 
+def _check_heads(model: Model, tp: int) -> None:
+    """Heads are shared out over tp, which must be said before KV heads are fitted to it."""
+    heads = model.values.get("heads", tp)
+    if heads % tp:
+        raise StrategyError(
+            f"heads = {heads} of {model.name} does not divide by tp = {tp}; choose a tp that divides it, or other heads"
+        )
+
+
 def _one_of(name: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
         raise StrategyError(f"{name} is {value!r}; choose one of {', '.join(known)}")
@@ -219,6 +228,7 @@ def resolve_request(
     degrees = resolve_degrees({"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp}, gpus)
     chosen.check_degrees(degrees)
     _check_experts(built, degrees)
+    _check_heads(built, degrees["tp"])
     values = built.values
     mesh = build_mesh(
         **degrees, dp_shard=_shard_degree(chosen, degrees["dp"]), kv_heads=values.get("kv_heads")
@@ -252,8 +262,18 @@ def resolve_request(
 
 
 def _shard_degree(strategy: Strategy, dp: int) -> int | None:
-    """The inner size of data parallelism, where the strategy has one that is smaller than dp."""
-    inner = strategy.dp_shard
+    """The inner size of data parallelism, where the strategy has one that is smaller than dp.
+
+    It is that of HSDP, or that of the ranks among which parameters are sharded between forward and backward.
+    """
+    inner, between = strategy.dp_shard, strategy.reshard_after_forward
+    if not isinstance(between, bool):
+        if inner is not None:
+            raise StrategyError(
+                f"strategy {strategy.name} has dp_shard = {inner} and reshard_after_forward = {between}; "
+                "give one of them, for they both split dp"
+            )
+        inner = between
     if inner is None or inner >= dp:
         return None
     return inner

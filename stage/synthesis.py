@@ -49,7 +49,7 @@ def synthesize(
     (8, 9)
     """
     request = resolve_request(model, strategy, **options)
-    return TraceSet(job(request))
+    return TraceSet.of(job(request))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,8 @@ def _step_plan(
     )
     replicate = frozenset(mesh.expand(["dp_replicate"])) if strategy.dp_shard is not None else frozenset()
     sharding = Sharding(strategy.zero, replicate)
+    keep = strategy.reshard_after_forward
+    reshard = None if keep is True else () if keep is False else mesh.expand(["dp_shard"])
     shared = _shared(kinds[model.embedding], kinds[model.head]) if request.degrees["pp"] > 1 else []
     tied = sum(
         -(-p.rows // (mesh.degree(sharding.split(p.data)[0]) if strategy.zero == 3 else 1)) * p.columns
@@ -143,6 +145,7 @@ def _step_plan(
         tied_elements=tied,
         experts=any(p.expert for kind in kinds.values() for p in kind.parameters),
         sharding=sharding,
+        reshard=reshard,
         mesh=mesh,
         widths=widths,
     )
@@ -167,9 +170,8 @@ def _program(
         plans.append(
             UnitPlan(unit.block.kind, unit.layer, kind.forward, kind.backward, own, kind.parameters, head)
         )
-    buckets = plan_buckets(
-        [p.parameters for p in plans], step.sharding, step.mesh, request.strategy.bucket_size
-    )
+    bucket_size = 0 if index and request.strategy.bucket_first_stage else request.strategy.bucket_size
+    buckets = plan_buckets([p.parameters for p in plans], step.sharding, step.mesh, bucket_size)
     return stage_program(StagePlan(index, tuple(plans), tuple(buckets)), step)
 
 

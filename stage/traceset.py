@@ -1,8 +1,4 @@
-"""A trace set: any rank's trace as bytes or as plain values, made when it is asked for.
-
-Ranks on one pipeline stage run one program, so they are a rank class: its bytes are made once, and a rank's are a copy
-with its own group names and peers put in.
-"""
+"""A trace set: any rank's trace as bytes or as plain values, made when it is asked for."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stage.errors import TraceError
 from stage.io.chakra import DirectorySource, open_directory, write_directory
 from stage.mesh import Mesh
+from stage.trace.classes import RankClasses
 from stage.trace.expand import ClassImage, expand
 from stage.trace.groups import GroupTable
-from stage.trace.image import PEER_WIDTH, NameStyle, Widths, put_varints
+from stage.trace.image import NameStyle, Widths
 from stage.trace.node import TraceNode
 from stage.trace.program import Program
+from stage.trace.totals import totals
 from stage.trace.wire import encode_metadata, frame, read_trace
 
 __all__ = ["SCHEMA_VERSION", "Job", "TraceSet"]
@@ -42,69 +39,54 @@ class Job:
     description: Mapping[str, Any]
     placement: NDArray[np.int64] | None = None
 
+    def axes(self) -> set[tuple[str, ...]]:
+        """All sets of axes that communicate."""
+        return {n.axes for p in self.programs for t in p.templates for n in t.nodes if n.axes}
+
+    def classes(self) -> RankClasses:
+        """The rank classes, whose images are made on demand."""
+        axes = self.axes()
+        groups = GroupTable(self.mesh, axes)
+        ids = max(4, -(-max(p.nodes for p in self.programs).bit_length() // 7))
+        widths = Widths(ids, {key: groups.width(key) for key in axes})
+        header = frame(encode_metadata(SCHEMA_VERSION))
+
+        def image(number: int) -> ClassImage:
+            return expand(self.programs[number], self.style, widths, header)
+
+        return RankClasses(self.mesh, axes, len(self.programs), image, self.placement)
+
 
 class TraceSet:
-    """The traces of all ranks of a job."""
+    """The traces of all ranks of a job.
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.world = job.mesh.world
+    `summaries` describes each class for the manifest, as `stage.trace.totals` does.
+    """
+
+    def __init__(
+        self, classes: RankClasses, description: Mapping[str, Any], summaries: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self.classes = classes
+        self.description = description
+        self.summaries = summaries
+        self.world = classes.mesh.world
         self.ranks = range(self.world)
-        axes = {node.axes for p in job.programs for t in p.templates for node in t.nodes if node.axes}
-        self.group_table = GroupTable(job.mesh, axes, job.placement)
-        largest = max(program.nodes for program in job.programs)
-        ids = max(4, -(-largest.bit_length() // 7))
-        self._widths = Widths(ids, {key: self.group_table.width(key) for key in axes})
-        self._images: dict[int, ClassImage] = {}
-        self._position = None if job.placement is None else np.argsort(job.placement)
+
+    @staticmethod
+    def of(job: Job) -> "TraceSet":
+        """The trace set of a job."""
+        classes = job.classes()
+        summaries = [totals(program, classes.groups.size) for program in job.programs]
+        return TraceSet(classes, job.description, summaries)
 
     @staticmethod
     def open(path: str | Path) -> DirectorySource:
         """A trace set on disk, with the same `rank`, `nodes`, `groups` and `manifest`."""
         return open_directory(path)
 
-    def position(self, rank: int) -> int:
-        """Where a rank stands on the mesh."""
-        if rank not in self.ranks:
-            raise TraceError(
-                f"rank {rank} is not one of the {self.world} ranks; choose one from 0 to {self.world - 1}"
-            )
-        return rank if self._position is None else int(self._position[rank])
-
-    def stage(self, rank: int) -> int:
-        """The pipeline stage of a rank, which is also the number of its class."""
-        return self.position(rank) // (self.world // len(self.job.programs))
-
-    def image(self, stage: int) -> ClassImage:
-        """The bytes shared by the ranks of a class; made once."""
-        if stage not in self._images:
-            header = frame(encode_metadata(SCHEMA_VERSION))
-            self._images[stage] = expand(self.job.programs[stage], self.job.style, self._widths, header)
-        return self._images[stage]
-
     def rank(self, rank: int) -> bytes:
         """The bytes of a rank's trace file."""
-        position = self.position(rank)
-        image = self.image(self.stage(rank))
-        data = image.data.copy()
-        for axes, where in image.groups.items():
-            name = str(self.group_table.number(axes, position)).encode()
-            width = self._widths.groups[axes]
-            length = np.zeros((1, width - len(name)), np.uint8)
-            put_varints(length, np.array([0]), np.array([[len(name)]]), width - len(name))
-            field = np.concatenate([length[0], np.frombuffer(name, np.uint8)])
-            data[where[:, None] + np.arange(width)] = field
-        for distance, where in image.peers.items():
-            peer = self._neighbour(position, distance)
-            put_varints(data[None, :], where, np.full((1, 1), peer, np.int64), PEER_WIDTH)
-        return data.tobytes()
-
-    def _neighbour(self, position: int, distance: int) -> int:
-        """The rank `distance` stages further at the same place of the other axes."""
-        per_stage = self.world // len(self.job.programs)
-        there = position + distance * per_stage
-        assert 0 <= there < self.world, "a stage at the end has no such neighbour"
-        return there if self.job.placement is None else int(self.job.placement[there])
+        return self.classes.rank(rank).tobytes()
 
     def nodes(self, rank: int) -> Iterator[TraceNode]:
         """The nodes of a rank's trace as plain values."""
@@ -113,29 +95,27 @@ class TraceSet:
     @cached_property
     def groups(self) -> dict[str, list[int]]:
         """Process groups: name -> ranks in ring order."""
-        return self.group_table.table()
+        return self.classes.groups.table()
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
         """Inputs, resolved sizes and mesh, counts, and for each class its totals and the digest of its bytes."""
-        per_stage = self.world // len(self.job.programs)
         return {
-            **self.job.description,
+            **self.description,
             "schema": SCHEMA_VERSION,
             "ranks": self.world,
-            "groups": self.group_table.count,
-            "classes": [self._class_entry(stage, per_stage) for stage in range(len(self.job.programs))],
+            "groups": self.classes.groups.count,
+            "classes": [self._class_entry(number) for number in range(self.classes.count)],
         }
 
-    def _class_entry(self, stage: int, per_stage: int) -> dict[str, Any]:
-        program, image = self.job.programs[stage], self.image(stage)
-        digest = hashlib.sha256(image.data.tobytes()).hexdigest()
+    def _class_entry(self, number: int) -> dict[str, Any]:
+        data = self.classes.image(number).data
         return {
-            "class": stage,
-            "ranks": per_stage,
-            "bytes": len(image.data),
-            "sha256": digest,
-            **totals(program, self.group_table.size),
+            "class": number,
+            "ranks": self.classes.ranks_per_class,
+            "bytes": len(data),
+            "sha256": hashlib.sha256(data.data).hexdigest(),
+            **self.summaries[number],
         }
 
     def write(
@@ -151,42 +131,14 @@ class TraceSet:
         `ranks` chooses which are written (all by default). An existing directory is a `TraceError` without `force`.
         """
         chosen = list(self.ranks) if ranks is None else list(dict.fromkeys(ranks))
-        stages = [self.stage(rank) for rank in chosen]
+        classes = [self.classes.of(rank) for rank in chosen]
         manifest = {**self.manifest, "written": "all" if ranks is None else chosen}
         write_directory(
             path, self.world, chosen, self.rank, self.groups, manifest, force=force, progress=progress
         )
         return {
             "ranks": len(chosen),
-            "classes": len(set(stages)),
-            "nodes": sum(self.job.programs[s].nodes for s in stages),
-            "bytes": sum(len(self.image(s).data) for s in stages),
+            "classes": len(set(classes)),
+            "nodes": sum(self.summaries[c]["nodes"] for c in classes),
+            "bytes": sum(len(self.classes.image(c).data) for c in classes),
         }
-
-
-def totals(program: Program, group_size: Callable[[tuple[str, ...]], int]) -> dict[str, Any]:
-    """Nodes of a program, the work they do, and what they hand to each kind of communication over each set of axes."""
-    flops = matmul = model = moved = 0
-    communication: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for template, count in zip(program.templates, program.counts(), strict=True):
-        for node in template.nodes:
-            if node.is_compute:
-                flops += node.flops * count
-                matmul += node.flops * count * node.matmul
-                model += node.model_flops * count
-                moved += node.bytes * count
-            else:
-                entry = communication.setdefault((node.kind, node.axes), [0, 0])
-                entry[0] += count
-                entry[1] += node.bytes * count
-    return {
-        "nodes": program.nodes,
-        "num_ops": flops,
-        "matmul_ops": matmul,
-        "model_flops": model,
-        "memory_bytes": moved,
-        "communication": [
-            {"kind": kind, "axes": list(axes), "group": group_size(axes) if axes else 2, "count": n, "bytes": size}
-            for (kind, axes), (n, size) in sorted(communication.items())
-        ],
-    }

@@ -378,7 +378,8 @@ def test_verify_exits_0_without_defects(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_export_lists_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
-    def export_astra_sim(path: Path, out: Path, system: str) -> None:
+    def export_astra_sim(path: Path, out: Path, system: str, *, force: bool) -> None:
+        assert not force
         out.mkdir()
         (out / "run.sh").write_text(f"{path} {system}")
 

@@ -1,5 +1,7 @@
 """`stage verify`: what is wrong with a trace set."""
 
+from collections.abc import Mapping, Sequence
+
 import typer
 
 from stage.cli.options import Json, TraceFolder
@@ -37,7 +39,7 @@ def verify(traces: TraceFolder, json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _print(name: str, defects: list[dict[str, object]], unchecked: list[str]) -> None:
+def _print(name: str, defects: Sequence[Mapping[str, object]], unchecked: list[str]) -> None:
     if defects:
         print_table(defects[:SHOWN])
     if len(defects) > SHOWN:

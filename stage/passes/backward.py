@@ -66,6 +66,7 @@ class _Tape:
         if (
             producer is None
             or producer.op != "all_gather"
+            or self.tensors[tensor].role == "index"
             or not set(producer.attrs["step"].axes) <= self.regather
         ):
             return tensor

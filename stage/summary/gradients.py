@@ -60,44 +60,63 @@ def _shard(p: Parameter, size: Size, request: Request, shards: Sharding, local: 
 def data_parallel(
     request: Request, block: Block, graph: Graph, local: Local, skip: frozenset[str] = frozenset()
 ) -> list[dict[str, Any]]:
-    """The collectives that one block's parameters and gradients add to a step, but for the parameters to `skip`.
+    """The collectives that one block's parameters and gradients add to a step.
 
     Without FSDP the gradients of several blocks share the collective of a bucket, to which a block adds this much.
+    Gradients of parameters to `skip` are reduced with those of another block.
     """
-    shards = sharding(request)
+    members = _elements(request, graph, local, frozenset())
+    own = [(p, size) for p, size in members if p.name not in skip]
+    entries = _gathers(request, block, members, local) if request.strategy.zero == 3 else []
+    for (expert, data), group in _by_axes(own):
+        entries += _reductions(request, local, "expert " if expert else "", sharding(request).split(data), group)
+    return entries + _replicated(request, own, local)
+
+
+def _by_axes(members: list[tuple[Parameter, Size]]) -> list[tuple[Group, list[tuple[Parameter, Size]]]]:
+    """Parameters whose gradients are reduced over the same axes."""
     groups: dict[Group, list[tuple[Parameter, Size]]] = {}
-    members = _elements(request, graph, local, skip)
     for p, size in members:
         groups.setdefault((p.expert, p.data), []).append((p, size))
-    entries = []
-    for (expert, data), group in sorted(groups.items(), key=lambda item: item[0]):
-        prefix = "expert " if expert else ""
-        entries += _group(request, block, local, prefix, shards.split(data), group)
-    return entries + _replicated(request, members, local)
+    return sorted(groups.items(), key=lambda item: item[0])
 
 
-def _group(
-    request: Request, block: Block, local: Local, prefix: str,
-    axes: tuple[tuple[str, ...], tuple[str, ...]], members: list[tuple[Parameter, Size]],
+def _gathers(
+    request: Request, block: Block, members: list[tuple[Parameter, Size]], local: Local
 ) -> list[dict[str, Any]]:
-    """The collectives of parameters that are reduced over the same axes."""
-    inner, outer = axes
-    shards, zero = sharding(request), request.strategy.zero
+    """The all-gathers of FSDP before a block's forward and, but for the head, before its backward."""
+    shards, width, keep = sharding(request), dtype_bytes(request.dtype), request.strategy.reshard_after_forward
+    found = []
+    for (expert, data), group in _by_axes(members):
+        inner, name = shards.split(data)[0], "expert parameters" if expert else "parameters"
+        if not inner:
+            continue
+        part = sum(_shard(p, size, request, shards, local) for p, size in group) * width
+        again = inner if keep is True else () if keep is False else request.mesh.expand(["dp_shard"])
+        again = tuple(axis for axis in inner if axis in again) if block != request.model.head else ()
+        twice = again == inner
+        found.append(_entry(name, "all_gather", inner, 1 + twice, "micro-batch", part, local))
+        if again and not twice:
+            larger = part * local.degree(inner) / local.degree(again)
+            found.append(_entry(f"{name} again", "all_gather", again, 1, "micro-batch", larger, local))
+    return found
+
+
+def _reductions(
+    request: Request, local: Local, prefix: str, axes: tuple[tuple[str, ...], tuple[str, ...]], group: list[tuple[Parameter, Size]]
+) -> list[dict[str, Any]]:
+    """The reduction of gradients over these axes, and the gather of parameters that a sharded optimizer updated."""
+    (inner, outer), zero, shards = axes, request.strategy.zero, sharding(request)
     gradient, compute = dtype_bytes(request.grad_dtype), dtype_bytes(request.dtype)
-    whole = sum(size for _, size in members)
     degree = local.degree(inner)
     if zero == 3 and inner:
-        part = sum(_shard(p, size, request, shards, local) for p, size in members)
-        whole = part * degree
+        part = sum(_shard(p, size, request, shards, local) for p, size in group)
     else:
-        part = whole / degree
+        part = sum(size for _, size in group) / degree
     per = "micro-batch" if request.grad_reduce == "microbatch" else "step"
     found = []
-    if zero == 3 and inner:
-        gathers = 1 if block == request.model.head else 2
-        found.append(_entry(f"{prefix}parameters", "all_gather", inner, gathers, "micro-batch", part * compute, local))
     if inner:
-        found.append(_entry(f"{prefix}gradients", "reduce_scatter", inner, 1, per, whole * gradient, local))
+        found.append(_entry(f"{prefix}gradients", "reduce_scatter", inner, 1, per, part * degree * gradient, local))
     if outer:
         found.append(_entry(f"{prefix}gradients", "all_reduce", outer, 1, per, part * gradient, local))
     if 0 < zero < 3 and inner:

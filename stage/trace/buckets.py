@@ -41,7 +41,7 @@ class Bucket:
 def plan_buckets(
     units: Sequence[Sequence[Parameter]], sharding: Sharding, mesh: Mesh, bucket_size: int
 ) -> list[Bucket]:
-    """The buckets of a stage whose blocks have these parameters, in the order in which they are complete.
+    """The buckets of a stage whose blocks have these parameters: dense ones, then experts', each from last to first.
 
     `bucket_size` is in elements; 0 makes one bucket of each kind.
     """
@@ -50,7 +50,7 @@ def plan_buckets(
     for expert, data in sorted(kinds):
         shard, replicate = sharding.split(data)
         buckets += _cut(units, expert, data, shard, replicate, mesh, bucket_size)
-    return sorted(buckets, key=lambda b: -b.unit)
+    return buckets
 
 
 def _cut(

@@ -27,48 +27,53 @@ class DataParallel:
     assembly: Assembly
     templates: dict[tuple[str, ...], Template] = field(default_factory=dict)
     reduced: set[int] = field(default_factory=set)
+    whole: dict[int, int] = field(default_factory=dict)
     updated: int = -1
 
     @property
     def _fsdp(self) -> bool:
         return self.step.sharding.zero == 3
 
-    def gather(self, unit: int, micro_batch: int, phase: str) -> int:
+    def gather(self, unit: int, micro_batch: int, phase: str, free: int) -> int:
         """The node after which a block's parameters are whole; -1 where they always are, or there is no such block.
 
+        They are gathered once the node `free` has run, and not again while they are whole: the head's backward follows
+        its forward at once, and without resharding after forward they stay whole until the end of their backward.
         Parameters that ZeRO 1 and 2 gathered at the end of a step are waited for by the first forward of the next.
         """
         if not 0 <= unit < len(self.plan.units):
             return -1
         if not self._fsdp:
             return self.updated if phase == "forward" and micro_batch == 0 else -1
+        if unit in self.whole:
+            return self.whole[unit]
         plan = self.plan.units[unit]
-        if plan.head and phase == "backward":
-            return -1
         key = ("gather", plan.kind, phase)
         if key not in self.templates:
             self.templates[key] = gather_template(plan, self.step, phase)
         template = self.templates[key]
         if not template.nodes:
             return -1
-        placed = self.assembly.place(
-            template, layer=plan.layer, micro_batch=micro_batch, free=self.assembly.last("compute")
-        )
-        return placed.base + len(template.nodes) - 1
+        placed = self.assembly.place(template, layer=plan.layer, micro_batch=micro_batch, free=free)
+        last = placed.base + len(template.nodes) - 1
+        if plan.head or self.step.reshard == ():
+            self.whole[unit] = last
+        return last
 
     def complete(self, unit: int, micro_batch: int) -> None:
-        """Reduce the gradients that a block's backward has completed."""
+        """Reduce the gradients that a block's backward has completed, and give up its gathered parameters."""
+        self.whole.pop(unit, None)
         last = micro_batch == self.step.micro_batches - 1
         if not (last or self.step.per_micro_batch):
             return
         if self._fsdp:
             self._scatter(unit, micro_batch)
         elif self.step.overlap or self.step.per_micro_batch:
-            for i, bucket in enumerate(self.plan.buckets):
-                if bucket.unit == unit:
-                    self._reduce(i, "backward")
-                    if last:
-                        self.reduced.add(i)
+            done = [(i, bucket) for i, bucket in enumerate(self.plan.buckets) if bucket.unit == unit]
+            for i, _ in sorted(done, key=lambda item: not item[1].expert):  # experts stand behind attention
+                self._reduce(i, "backward")
+                if last:
+                    self.reduced.add(i)
 
     def _scatter(self, unit: int, micro_batch: int) -> None:
         plan = self.plan.units[unit]

@@ -32,7 +32,11 @@ FIELD_WIDTHS = {"layer": LAYER_WIDTH, "micro_batch": MICRO_BATCH_WIDTH, "step": 
 
 @dataclass(frozen=True, slots=True)
 class ClassImage:
-    """The bytes of a rank class's trace, and where each rank's own group names and peers go."""
+    """The bytes of a rank class's trace, and where each rank's own group names and peers go.
+
+    `groups` maps axes to a row of positions for each place of the name (padded length and digits); `peers` maps a
+    distance in stages to the positions of that rank's number.
+    """
 
     data: Bytes
     groups: dict[tuple[str, ...], Ints]
@@ -83,7 +87,8 @@ def expand(program: Program, style: NameStyle, widths: Widths, header: bytes) ->
         for start, row in zip(at.tolist(), rows, strict=True):
             data[start : start + len(row)] = row
         for axes, positions in image.groups.items():
-            groups.setdefault(axes, []).append((at[:, None] + positions).ravel())
+            places = (at[:, None] + positions).reshape(-1, 1) + np.arange(widths.groups[axes])
+            groups.setdefault(axes, []).append(places)
         for distance, positions in image.peers.items():
             peers.setdefault(distance, []).append((at[:, None] + positions).ravel())
     return ClassImage(

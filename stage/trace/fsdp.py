@@ -39,13 +39,19 @@ def shard_elements(group: Sequence[Parameter], step: StepPlan, axes: tuple[str, 
 
 
 def gather_template(unit: UnitPlan, step: StepPlan, phase: str) -> Template:
-    """The all-gathers of all parameters a block reads; they wait for the port `free`."""
-    nodes = []
+    """The all-gathers of all parameters a block reads; they wait for the port `free`.
+
+    A backward gathers over the axes that parameters were sharded over since forward, from shards as much larger.
+    """
+    nodes, mesh = [], step.mesh
     for suffix, shard, _, group in parameter_groups(unit.reads, step):
-        if shard:
-            elements = shard_elements(group, step, shard)
+        axes = shard
+        if phase == "backward" and step.reshard is not None:
+            axes = tuple(axis for axis in shard if axis in step.reshard)
+        if axes:
+            elements = shard_elements(group, step, shard) * (mesh.degree(shard) // mesh.degree(axes))
             name, after = f"parameters{suffix}.all_gather", (Ref("port", "free"),)
-            nodes.append(step.collective(name, "all_gather", elements, shard, after, phase, "compute"))
+            nodes.append(step.collective(name, "all_gather", elements, axes, after, phase, "compute"))
     return Template(unit.kind, phase, chain(nodes), numbers=unit.forward.numbers)
 
 

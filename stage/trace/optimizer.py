@@ -79,8 +79,8 @@ def _norm(step: StepPlan, elements: int, start: int) -> list[TemplateNode]:
             phase="optimizer",
         )
     ]  # fmt: skip
-    for axes in _norm_axes(step):
-        name = f"gradient_norm_{'_'.join(axes)}.all_reduce"
+    for kind, axes in _norm_axes(step):
+        name = f"gradient_norm{kind}_{'_'.join(axes)}.all_reduce"
         after = (Ref("self", start + len(nodes) - 1),)
         nodes.append(
             TemplateNode(
@@ -90,17 +90,20 @@ def _norm(step: StepPlan, elements: int, start: int) -> list[TemplateNode]:
     return nodes
 
 
-def _norm_axes(step: StepPlan) -> list[tuple[str, ...]]:
-    """Over which ranks a norm is summed.
+def _norm_axes(step: StepPlan) -> list[tuple[str, tuple[str, ...]]]:
+    """Each norm's suffix for names and the axes over which it is summed.
 
-    The world if gradients are sharded, else all but the data axes of each kind of parameter.
+    The world (without replicas of HSDP) if gradients are sharded, else all but the data axes; experts have an optimizer
+    and so a norm of their own then.
     """
     atoms = tuple(name for name, _ in step.mesh.atoms)
-    if step.sharding.zero:
-        return [atoms] if atoms else []
-    copies = [step.mesh.expand(("dp", "cp"))] + ([step.mesh.expand(("edp",))] if step.experts else [])
-    found = [tuple(atom for atom in atoms if atom not in same) for same in copies]
-    return [axes for axes in dict.fromkeys(found) if axes]
+    copies = {"": tuple(step.sharding.replicate)}
+    if not step.sharding.zero:
+        copies = {"": step.mesh.expand(("dp", "cp"))} | (
+            {"_expert": step.mesh.expand(("edp",))} if step.experts else {}
+        )
+    found = {kind: tuple(atom for atom in atoms if atom not in same) for kind, same in copies.items()}
+    return [(kind, axes) for kind, axes in found.items() if axes]
 
 
 def _adam(name: str, count: int, step: StepPlan, before: tuple[Ref, ...]) -> TemplateNode:

@@ -57,19 +57,25 @@ class Sharding:
 def unit_parameters(graph: Graph, concrete: Concrete) -> list[Parameter]:
     """The parameters of a block on one device, in the order in which the model declares them."""
     readers = graph.consumers()
+    apart = _experts_apart(concrete.mesh)
     found = []
     for tensor in graph.parameters:
         layout = graph.layouts[tensor.name]
         local = concrete.local(tensor, layout)
         sizes = [int(dim.size) for dim in local.dims]
         pending = layout.dual([name for name, _ in concrete.mesh.atoms]).pending
-        expert = "experts" in tensor.dim_names
+        expert = apart and "experts" in tensor.dim_names
         data = _in_order(pending & _data_axes(concrete.mesh, expert), concrete.mesh)
         model = _in_order(pending - _data_axes(concrete.mesh, expert) - {"pp"}, concrete.mesh)
         fused = readers[tensor.name][0].name if tensor.name in readers else tensor.name
         rows, columns = prod(sizes[: tensor.rows]), prod(sizes[tensor.rows :])
         found.append(Parameter(tensor.name, rows, columns, data, model, expert, fused))
     return found
+
+
+def _experts_apart(mesh: Mesh) -> bool:
+    """Whether experts' gradients are reduced apart from all others: where experts are split, or over other ranks."""
+    return mesh.degree("ep") > 1 or _data_axes(mesh, True) != _data_axes(mesh, False)
 
 
 def _data_axes(mesh: Mesh, expert: bool) -> frozenset[str]:

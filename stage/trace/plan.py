@@ -18,7 +18,8 @@ class StepPlan:
     `message` is the bytes of an activation between stages. `per_micro_batch` reduces gradients after every backward,
     not once. `overlap` starts a bucket's reduction when it is complete, not at the end. `tied_elements` are those of
     the token table whose gradient first and last stage sum, because both use it. `experts` says whether any stage has
-    some.
+    some. `reshard` are the axes over which gathered parameters are sharded again between forward and backward; None are
+    all that they were gathered over.
     """
 
     stages: int
@@ -34,6 +35,7 @@ class StepPlan:
     tied_elements: int
     experts: bool
     sharding: Sharding
+    reshard: tuple[str, ...] | None
     mesh: Mesh
     widths: Mapping[str, int]
 

@@ -8,7 +8,7 @@ __all__ = ["bucket_name", "reduction_template"]
 
 
 def bucket_name(index: int, bucket: Bucket) -> str:
-    """`bucket000`, `expert_bucket001`: by the order in which they are complete."""
+    """`bucket000`, `expert_bucket001`: dense buckets count first."""
     return f"{'expert_' if bucket.expert else ''}bucket{index:03d}"
 
 

@@ -48,22 +48,22 @@ class _Stage:
     def _forward(self, micro_batch: int) -> None:
         x = self._exchange("recv", -1, FORWARD, micro_batch)
         units = self.plan.units
-        weights = self.data.gather(0, micro_batch, "forward")
+        weights = self.data.gather(0, micro_batch, "forward", self.assembly.last("compute"))
         for i, unit in enumerate(units):
-            ahead = self.data.gather(i + 1, micro_batch, "forward")
+            before = self.assembly.last("compute")
             instance = self._place(unit, unit.forward, micro_batch, x=x, weights=weights)
             self.forwards[i, micro_batch] = instance
             x = self.assembly.resolve(instance, unit.forward.output)
-            weights = ahead
+            weights = self.data.gather(i + 1, micro_batch, "forward", before)
         self._exchange("send", 1, FORWARD, micro_batch, x)
 
     def _backward(self, micro_batch: int) -> None:
         dy = self._exchange("recv", 1, BACKWARD, micro_batch)
         units = self.plan.units
-        weights = self.data.gather(len(units) - 1, micro_batch, "backward")
+        weights = self.data.gather(len(units) - 1, micro_batch, "backward", self.assembly.last("compute"))
         for i in reversed(range(len(units))):
             unit = units[i]
-            ahead = self.data.gather(i - 1, micro_batch, "backward")
+            ahead = self.data.gather(i - 1, micro_batch, "backward", self.assembly.last("compute"))
             before = self.forwards.pop((i, micro_batch))
             x = self.assembly.resolve(before, Ref("port", "x"))
             instance = self._place(

@@ -1,0 +1,1 @@
+"""Measurements and comparisons that are no part of the installed package."""

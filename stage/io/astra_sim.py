@@ -1,0 +1,132 @@
+"""A kit that runs a trace set in ASTRA-sim: network, system and memory files, groups and a run script."""
+
+import math
+import os
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from stage.cost.system import TOPOLOGIES, System, load_system
+from stage.errors import TraceError
+from stage.io.chakra import DirectorySource, groups_text, open_directory, writing
+from stage.io.render import render
+
+__all__ = ["SystemForExport", "export_astra_sim", "system_for_export"]
+
+GIB = float(1 << 30)
+FILES = ("network.yml", "system.json", "memory.json", "run.sh")
+
+
+@dataclass(frozen=True, slots=True)
+class SystemForExport:
+    """What the simulator asks of a system.
+
+    `peak_tflops` is dense, `memory_gb_s` and the bandwidths of the network count 1e9 bytes; `network` has a
+    (topology, npus_count, bandwidth_gb_s, latency_ns) for each dimension, the innermost first.
+
+    Invariants: every dimension connects more than one rank, by a topology that the simulator knows.
+    """
+
+    name: str
+    peak_tflops: float
+    memory_gb_s: float
+    network: tuple[tuple[str, int, float, float], ...]
+
+    def __post_init__(self) -> None:
+        for topology, count, _, _ in self.network:
+            if topology not in TOPOLOGIES or count < 2:
+                raise TraceError(
+                    f"system {self.name}: {topology} of {count} is no dimension of a network: connect two or more "
+                    f"by {', '.join(TOPOLOGIES)}"
+                )
+
+    @property
+    def world(self) -> int:
+        """The number of ranks that the network connects."""
+        return math.prod(count for _, count, _, _ in self.network)
+
+
+def system_for_export(system: System, world: int, dtype: str = "bf16") -> SystemForExport:
+    """Return what the simulator asks of a system when `world` ranks compute in `dtype`.
+
+    >>> from stage.cost.system import load_system
+    >>> system_for_export(load_system("h100"), 16).network
+    (('Switch', 8, 450.0, 500.0), ('Switch', 2, 50.0, 2000.0))
+    """
+    levels = system.levels(world)
+    return SystemForExport(
+        system.name,
+        system.peak(dtype) / 1e12,
+        system.memory_bandwidth / 1e9,
+        tuple(
+            (tier.topology, count, tier.bandwidth / 1e9, round(tier.latency * 1e9, 3))
+            for tier, count in levels
+        ),
+    )
+
+
+def export_astra_sim(
+    source_dir: str | Path, out: str | Path, system: str | Path | SystemForExport, *, force: bool = False
+) -> None:
+    """Write the kit that runs the trace set of a folder into a new folder.
+
+    `system` is one by name, by the path of its file or by value; by name or file its peak is the one of the
+    dtype that the set's manifest names. The traces stay where they are, and the kit refers to them by a relative
+    path. With `force` an existing folder is used, and files of the kit in it are overwritten.
+    """
+    source = open_directory(source_dir)
+    folder = Path(out)
+    if not isinstance(system, SystemForExport):
+        dtype = str((source.manifest or {}).get("dtype", "bf16"))
+        system = system_for_export(load_system(system), source.world, dtype)
+    check_kit(source, folder, system, force=force)
+    texts = {name: kit_text(name, source, folder, system) for name in FILES}
+    if source.groups:
+        texts["groups.json"] = groups_text(source.groups)
+    made = not folder.exists()
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for name, text in texts.items():
+                (folder / name).write_text(text, encoding="utf-8")
+            (folder / "run.sh").chmod(0o755)
+        except BaseException:
+            if made:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def check_kit(source: DirectorySource, folder: Path, system: SystemForExport, *, force: bool) -> None:
+    """Raise if the simulator cannot run the set on this system, or the kit cannot go where it is asked to."""
+    if source.world < 2:
+        raise TraceError(
+            f"{source.path} is a job of one rank, but ASTRA-sim needs two or more: export another"
+        )
+    if len(source.ranks) < source.world:
+        have = f"{len(source.ranks)} of {source.world} ranks"
+        raise TraceError(
+            f"{source.path} has the traces of {have}, but ASTRA-sim needs all: write the whole set"
+        )
+    if system.world != source.world:
+        raise TraceError(
+            f"system {system.name} connects {system.world} ranks, but {source.path} has {source.world}: "
+            "describe a network of that many"
+        )
+    if folder.exists() and not (force and folder.is_dir()):
+        raise TraceError(f"{folder} exists already: give another folder, or force to write into it")
+    if folder.resolve() == source.path.resolve():
+        raise TraceError(f"{folder} is the trace set itself: give another folder for the kit")
+
+
+def kit_text(name: str, source: DirectorySource, folder: Path, system: SystemForExport) -> str:
+    """Return the text of one file of the kit."""
+    prefix = os.path.relpath(source.path.resolve(), folder.resolve()) + f"/{source.prefix}"
+    return render(
+        f"astra_sim/{name}.j2",
+        system=system,
+        bandwidths=[round(bandwidth * 1e9 / GIB, 6) for _, _, bandwidth, _ in system.network],
+        world=source.world,
+        prefix=shlex.quote(prefix),
+        grouped=bool(source.groups),
+    )
