@@ -171,7 +171,9 @@ def _program(
             UnitPlan(unit.block.kind, unit.layer, kind.forward, kind.backward, own, kind.parameters, head)
         )
     bucket_size = 0 if index and request.strategy.bucket_first_stage else request.strategy.bucket_size
-    buckets = plan_buckets([p.parameters for p in plans], step.sharding, step.mesh, bucket_size)
+    ends = (kinds[request.model.embedding], kinds[request.model.head])
+    shared = [p.name for p in _shared(*ends)] if step.stages > 1 else []
+    buckets = plan_buckets([p.parameters for p in plans], step.sharding, step.mesh, bucket_size, shared)
     return stage_program(StagePlan(index, tuple(plans), tuple(buckets)), step)
 
 
