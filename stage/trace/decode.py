@@ -33,6 +33,7 @@ __all__ = [
     "decode_attribute",
     "decode_metadata",
     "decode_node",
+    "open_trace",
     "read_messages",
     "read_trace",
 ]
@@ -231,6 +232,16 @@ def repeated_names(data: bytes, pos: int, end: int) -> tuple[str, ...]:
     return tuple(name for name, count in names.items() if count > 1)
 
 
+def open_trace(data: bytes) -> tuple[Metadata, Iterator[tuple[int, int]]]:
+    """Return the metadata of a trace and the bounds of its nodes."""
+    if not data:
+        raise TraceError("the trace is empty: write it again")
+    if data.startswith(b"\x1f\x8b"):
+        raise TraceError("the trace is compressed with gzip: unpack it first, no consumer reads it so")
+    bounds = read_messages(data)
+    return decode_metadata(data, *next(bounds)), bounds
+
+
 def read_trace(data: bytes | memoryview) -> tuple[Metadata, Iterator[TraceNode]]:
     """Return the metadata and the nodes of a trace; nodes are decoded while they are taken.
 
@@ -239,11 +250,6 @@ def read_trace(data: bytes | memoryview) -> tuple[Metadata, Iterator[TraceNode]]
     stage.errors.TraceError: the trace is empty: write it again
     """
     data = bytes(data)
-    if not data:
-        raise TraceError("the trace is empty: write it again")
-    if data.startswith(b"\x1f\x8b"):
-        raise TraceError("the trace is compressed with gzip: unpack it first, no consumer reads it so")
-    bounds = read_messages(data)
-    metadata = decode_metadata(data, *next(bounds))
+    metadata, bounds = open_trace(data)
     cache: AttributeCache = {}
     return metadata, (decode_node(data, pos, end, cache) for pos, end in bounds)
