@@ -208,20 +208,20 @@ class _Sharder:
             unordered = frozenset(i for i, dim in enumerate(tensor.dims) if dim.name in UNORDERED)
             current = name
             for step in plan_reshard(self.layouts[name], wanted, self.mesh, unordered=unordered):
-                current = self._step(name, current, step)
+                current = self._step(name, current, step, unordered)
             self.layouts[current] = wanted if unordered else self.layouts[current]
             assert self.layouts[current] == wanted, f"{name}: {self.layouts[current]} is not {wanted}"
             self.placed[name, wanted] = current
         return self.placed[name, wanted]
 
-    def _step(self, origin: str, current: str, step: Step) -> str:
+    def _step(self, origin: str, current: str, step: Step, unordered: frozenset[int]) -> str:
         base = f"{origin}.{step.kind}"
         fresh, i = base, 1
         while fresh in self.tensors:
             i += 1
             fresh = f"{base}.{i}"
         self.tensors[fresh] = self.tensors[origin].named(fresh, role=self._role(origin))
-        self.layouts[fresh] = step.apply(self.layouts[current])
+        self.layouts[fresh] = step.apply(self.layouts[current], unordered=unordered)
         self.nodes.append(Node(step.kind, fresh, (current,), (fresh,), {"step": step}))
         return fresh
 
