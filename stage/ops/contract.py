@@ -30,7 +30,8 @@ def _infer(attrs: Attrs, inputs: Sequence[Tensor]) -> list[tuple[tuple[Dim, ...]
     out: Sequence[str] = attrs["out"]
     given: Factors | None = attrs.get("factors")
     names = given.operands if given is not None else tuple(t.dim_names for t in inputs)
-    sizes = {f: dim.size for t, fs in zip(inputs, names, strict=False) for f, dim in zip(fs, t.dims, strict=True) if f}
+    dims = [(f, dim) for t, fs in zip(inputs, names, strict=False) for f, dim in zip(fs, t.dims, strict=True) if f]
+    sizes = {f: dim.size for f, dim in sorted(dims, key=lambda pair: pair[0] == pair[1].name)}
     sizes |= {dim.name: dim.size for t in inputs for dim in t.dims if dim.name not in sizes}
     return [(tuple(Dim(name, sizes[name]) for name in out), attrs.get("dtype", "compute"))]
 
