@@ -44,7 +44,10 @@ class _Pricing:
         """Work and traffic of one kernel."""
         op = get_op(node.op)
         ins, outs = self.tensors(graph, node.inputs), self.tensors(graph, node.outputs)
-        flops, moved = tidy(op.flops(node.attrs, ins, outs)), tidy(op.bytes(node.attrs, ins, outs, self.width))
+        flops, moved = (
+            tidy(op.flops(node.attrs, ins, outs)),
+            tidy(op.bytes(node.attrs, ins, outs, self.width)),
+        )
         return {
             "name": node.name,
             "op": node.op,
@@ -70,7 +73,14 @@ class _Pricing:
             axes, size = " x ".join(self.local.words(node.attrs["step"].axes)), self.sent(graph, node)
             entry = found.setdefault(
                 (node.op, axes, str(size)),
-                {"kind": node.op, "axes": axes, "count": 0, "bytes": str(size), "bytes_value": self.local.value(size), "nodes": []},
+                {
+                    "kind": node.op,
+                    "axes": axes,
+                    "count": 0,
+                    "bytes": str(size),
+                    "bytes_value": self.local.value(size),
+                    "nodes": [],
+                },
             )
             entry["count"] += 1
             entry["nodes"].append(node.name)
@@ -92,7 +102,9 @@ class _Pricing:
         for node in nodes:
             op = get_op(node.op)
             if op.is_matmul:
-                total += op.flops(node.attrs, self.tensors(graph, node.inputs), self.tensors(graph, node.outputs))
+                total += op.flops(
+                    node.attrs, self.tensors(graph, node.inputs), self.tensors(graph, node.outputs)
+                )
         return tidy(total)
 
 
@@ -147,17 +159,25 @@ def closed_forms(request: Request) -> dict[str, Any]:
         "vocab": request.sizes["vocab"],
         "parameters": str(tidy(parameters)),
         "parameters_value": price.local.value(parameters),
-        "flops": _by_phase(blocks, lambda phase: [{key: phase[f"matmul_{key}"] for key in ("flops", "flops_value")}]),
+        "flops": _by_phase(
+            blocks, lambda phase: [{key: phase[f"matmul_{key}"] for key in ("flops", "flops_value")}]
+        ),
         "communication": _by_phase(blocks, lambda phase: phase["communication"]),
         "blocks": blocks,
         "message": {"bytes": str(message), "bytes_value": price.local.value(message)},
     }
 
 
-def _by_phase(blocks: list[dict[str, Any]], entries: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _by_phase(
+    blocks: list[dict[str, Any]], entries: Callable[[dict[str, Any]], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
     """What every block has in both phases, one after another."""
     return [
-        {"block": block["kind"], "phase": phase, **{key: value for key, value in entry.items() if key != "nodes"}}
+        {
+            "block": block["kind"],
+            "phase": phase,
+            **{key: value for key, value in entry.items() if key != "nodes"},
+        }
         for phase in ("forward", "backward")
         for block in blocks
         for entry in entries(block[phase])

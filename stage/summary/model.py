@@ -69,12 +69,16 @@ def _counts(model: Model, batch: int, seq: int) -> dict[str, Any]:
         own = count_block_parameters(model, block)
         blocks.append(
             {
-                "kind": block.kind, "count": count, "parameters": own,
-                "forward_flops": flops.forward, "backward_flops": flops.backward,
+                "kind": block.kind,
+                "count": count,
+                "parameters": own,
+                "forward_flops": flops.forward,
+                "backward_flops": flops.backward,
             }
         )
     total = {
-        phase: sum(block["count"] * block[f"{phase}_flops"] for block in blocks) for phase in ("forward", "backward")
+        phase: sum(block["count"] * block[f"{phase}_flops"] for block in blocks)
+        for phase in ("forward", "backward")
     }
     return {
         "parameters": count_parameters(model),
@@ -83,12 +87,16 @@ def _counts(model: Model, batch: int, seq: int) -> dict[str, Any]:
         "seq": seq,
         "mask": model.options.mask,
         "tied": model.tied,
-        "sizes": {name: list(value) if isinstance(value, tuple) else value for name, value in model.sizes.items()},
+        "sizes": {
+            name: list(value) if isinstance(value, tuple) else value for name, value in model.sizes.items()
+        },
         "blocks": blocks,
     }
 
 
-def _request(target: str | Path | Model, model: Model, strategy: str | Path | Strategy | None, options: dict[str, Any]) -> Request:
+def _request(
+    target: str | Path | Model, model: Model, strategy: str | Path | Strategy | None, options: dict[str, Any]
+) -> Request:
     """The job of these options, or where they have no degrees one in which every axis of the strategy has a degree."""
     if isinstance(strategy, str | Path):
         strategy = load_strategy(strategy)

@@ -44,7 +44,9 @@ class Local:
         `edp`, which nobody gives, is written as what is left of dp x cp x tp beside the experts' axes.
         """
         if atoms not in self._degrees:
-            self._degrees[atoms] = prod((self._symbol(word) for word in self.words(atoms)), start=sympy.Integer(1))
+            self._degrees[atoms] = prod(
+                (self._symbol(word) for word in self.words(atoms)), start=sympy.Integer(1)
+            )
         return self._degrees[atoms]
 
     def _symbol(self, word: str) -> Size:
@@ -68,7 +70,9 @@ class Local:
     def value(self, expr: Size) -> int:
         """What an expression comes to at the mesh's degrees; a fraction, as of an expert's slots, is rounded."""
         known = dict(self.values)
-        known |= {s.name: self.mesh.degree(s.name) for s in sympy.sympify(expr).free_symbols if s.name not in known}
+        known |= {
+            s.name: self.mesh.degree(s.name) for s in sympy.sympify(expr).free_symbols if s.name not in known
+        }
         return round(exact(expr, known))
 
 

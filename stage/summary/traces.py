@@ -158,7 +158,9 @@ def rank_summary(source: Source, rank: int) -> dict[str, Any]:
     }
 
 
-def _most_work(nodes: Iterable[TraceNode], label: Callable[[TraceNode], str], title: str = "op") -> list[dict[str, Any]]:
+def _most_work(
+    nodes: Iterable[TraceNode], label: Callable[[TraceNode], str], title: str = "op"
+) -> list[dict[str, Any]]:
     """Count, work and traffic of the compute nodes of each label, those with the most work first."""
     found: dict[str, list[int]] = {}
     for node in nodes:
