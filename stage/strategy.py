@@ -64,7 +64,9 @@ class Strategy:
     bucket_size: int = 0  # elements of a gradient bucket; 0 is one bucket
     dp_shard: int | None = None  # inner size of dp within which parameters are sharded; None is all of dp
     fuse: bool = False  # q, k, v and gate, up are one matrix multiplication each
-    reshard_after_forward: bool | int = True  # zero 3: False keeps what forward gathered, a number shards it over as many
+    reshard_after_forward: bool | int = (
+        True  # zero 3: False keeps what forward gathered, a number shards it over as many
+    )
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
     default_for: tuple[str, ...] = ()  # architectures that take this strategy when none is named
 
@@ -143,7 +145,11 @@ def _integer(low: int, high: int | None = None) -> Callable[[object, str], int]:
 
 
 def _reshard(value: object, where: str) -> bool | int:
-    return value if isinstance(value, bool) else _integer(2)(value, f"{where} (true, false or a number of ranks)")
+    return (
+        value
+        if isinstance(value, bool)
+        else _integer(2)(value, f"{where} (true, false or a number of ranks)")
+    )
 
 
 def _choice(known: tuple[str, ...]) -> Callable[[object, str], str]:

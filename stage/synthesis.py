@@ -74,11 +74,12 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
 
 
 def symbol_values(request: Request) -> dict[str, int]:
-    """A value for every size symbol; `sources` is how many devices tokens come from."""
+    """A value for every size symbol; `sources` is how many parts the slots of an expert come from."""
     tokens = Tensor("tokens", (Dim("batch", size("batch")), Dim("seq", size("seq"))))
-    values = dict(request.sizes)
-    rest = rest_layout(tokens, request.strategy.shard, request.mesh, values)
-    return values | {"sources": request.mesh.degree([axis for axes in rest.dims for axis in axes])}
+    values, mesh = dict(request.sizes), request.mesh
+    rest = rest_layout(tokens, request.strategy.shard, mesh, values)
+    parts = {*rest.sharding, *mesh.expand(request.strategy.axes("slots"))}
+    return values | {"sources": mesh.degree(parts)}
 
 
 def job(request: Request) -> Job:

@@ -105,7 +105,7 @@ def test_run_script_succeeds_when_every_rank_finished(tmp_path: Path) -> None:
     [
         (finish(range(3)), "failed: 3 of 4 ranks finished, 0 critical messages, exit status 0"),
         (finish(range(4), "[system] [critical] oh"), "failed: 4 of 4 ranks finished, 1 critical messages"),
-        (finish(range(4)) + "\nexit 3", "failed: 4 of 4 ranks finished, 0 critical messages, exit status 3"),
+        (finish(range(3)) + "\nexit 3", "failed: 3 of 4 ranks finished, 0 critical messages, exit status 3"),
         ("exit 0", "failed: 0 of 4 ranks finished, 0 critical messages, exit status 0"),
         (finish(range(3)) + "\n" + finish(range(1)), "failed: 3 of 4 ranks finished"),
     ],
@@ -114,6 +114,13 @@ def test_run_script_fails_when_a_rank_did_not_finish(tmp_path: Path, body: str, 
     done = run(export(tmp_path, 4), body)
     assert done.returncode == 1
     assert done.stderr.startswith(text)
+
+
+@needs_bash
+def test_run_script_tells_of_a_simulator_that_fails_after_all_ranks_finished(tmp_path: Path) -> None:
+    done = run(export(tmp_path, 4), finish(range(4)) + "\nexit 3")
+    assert done.returncode == 0
+    assert done.stderr.startswith("note: the simulator ended with status 3 after its last rank had finished")
 
 
 @needs_bash

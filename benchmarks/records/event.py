@@ -92,11 +92,20 @@ def _recorded_op(op: Mapping[str, Any]) -> Event:
         raise RecordError(f"phase {op['phase']!r} is not one of {', '.join(PHASES)}")
     dtype = str(op["dtype"]).removeprefix("torch.")
     return Event(
-        phase, name, group, int(op["bytes"]), DTYPES.get(dtype, dtype), op.get("mod", ""), op.get("mb", -1), dict(op)
+        phase,
+        name,
+        group,
+        int(op["bytes"]),
+        DTYPES.get(dtype, dtype),
+        op.get("mod", ""),
+        op.get("mb", -1),
+        dict(op),
     )
 
 
-def synthesized(nodes: Iterator[TraceNode], groups: Mapping[str, Sequence[int]], *, marks: bool) -> list[Event]:
+def synthesized(
+    nodes: Iterator[TraceNode], groups: Mapping[str, Sequence[int]], *, marks: bool
+) -> list[Event]:
     """The events of a synthesized trace; with `marks` also where the forward and backward of micro-batches begin."""
     events: list[Event] = []
     current = ("", -1)

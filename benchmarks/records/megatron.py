@@ -1,7 +1,6 @@
 """Records of Megatron-core's GPTModel, one configuration a file: the same job as a request to Stage."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.records.case import Case
@@ -51,18 +50,32 @@ def synthesize_case(config: Mapping[str, Any]) -> TraceSet:
     reduced = "fp32" if config.get("fp32_reduce", True) else dtype
     micro_batch = config["B"]
     return synthesize(
-        model(_sizes(config)), _strategy(config), **degrees, etp=etp if experts else 1,
-        batch=micro_batch * config["m"] * degrees["dp"], micro_batch=micro_batch, seq=config["S"], vocab_multiple=1,
-        dtype=dtype, grad_dtype=reduced, clip=bool(config.get("clip", 1.0)),
+        model(_sizes(config)),
+        _strategy(config),
+        **degrees,
+        etp=etp if experts else 1,
+        batch=micro_batch * config["m"] * degrees["dp"],
+        micro_batch=micro_batch,
+        seq=config["S"],
+        vocab_multiple=1,
+        dtype=dtype,
+        grad_dtype=reduced,
+        clip=bool(config.get("clip", 1.0)),
     )
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int | bool]:
     heads = config["heads"]
     sizes: dict[str, int | bool] = {
-        "layers": config["layers"], "d_model": config["hidden"], "d_ff": config["ffn"], "heads": heads,
-        "kv_heads": config.get("kv") or heads, "head_dim": config["hidden"] // heads, "vocab": config["vocab"],
-        "seq": config["S"], "tied": bool(config.get("tie")),
+        "layers": config["layers"],
+        "d_model": config["hidden"],
+        "d_ff": config["ffn"],
+        "heads": heads,
+        "kv_heads": config.get("kv") or heads,
+        "head_dim": config["hidden"] // heads,
+        "vocab": config["vocab"],
+        "seq": config["S"],
+        "tied": bool(config.get("tie")),
     }
     if config.get("experts"):
         sizes |= {"experts": config["experts"], "top_k": config["topk"], "expert_d_ff": config["moe_ffn"]}
@@ -79,6 +92,8 @@ def _strategy(config: Mapping[str, Any]) -> Strategy:
     overlap = bool(config.get("overlap_grad"))
     base = load_strategy("megatron_sp" if config["sp"] else "megatron")
     return base.replace(
-        zero=1 if config.get("dist_opt") else 0, overlap_grad=overlap, recompute=config.get("recompute") or "none",
+        zero=1 if config.get("dist_opt") else 0,
+        overlap_grad=overlap,
+        recompute=config.get("recompute") or "none",
         bucket_size=(config.get("bucket") or OVERLAP_BUCKET) if overlap else 0,
     )

@@ -61,13 +61,27 @@ def synthesize_case(config: Mapping[str, Any]) -> TraceSet:
     accumulated = config.get("grad_accum", 1)
     dtype, reduced = config["dtypes"]
     sizes = {
-        "layers": dims["layers"], "d_model": dims["dim"], "d_ff": dims["ffn"], "heads": dims["heads"],
-        "kv_heads": dims["kv"], "head_dim": dims["dim"] // dims["heads"], "vocab": dims["vocab"], "seq": dims["S"],
+        "layers": dims["layers"],
+        "d_model": dims["dim"],
+        "d_ff": dims["ffn"],
+        "heads": dims["heads"],
+        "kv_heads": dims["kv"],
+        "head_dim": dims["dim"] // dims["heads"],
+        "vocab": dims["vocab"],
+        "seq": dims["S"],
         "tied": False,
     }
     return synthesize(
-        model(sizes), _strategy(config, dp), dp=dp, tp=tp, batch=dims["B"] * dp * accumulated, micro_batch=dims["B"],
-        seq=dims["S"], vocab_multiple=1, dtype=dtype, grad_dtype=reduced,
+        model(sizes),
+        _strategy(config, dp),
+        dp=dp,
+        tp=tp,
+        batch=dims["B"] * dp * accumulated,
+        micro_batch=dims["B"],
+        seq=dims["S"],
+        vocab_multiple=1,
+        dtype=dtype,
+        grad_dtype=reduced,
         clip=kind != "checkpoint" and "clip" not in config["failed"],
     )
 
@@ -84,7 +98,11 @@ def _strategy(config: Mapping[str, Any], dp: int) -> Strategy:
     if ac != "none" and not ac.startswith("full block"):
         raise StageError(f"checkpointing {ac!r} is not that of whole blocks; compare only such runs")
     return load_strategy(name).replace(
-        zero=3 if _sharded(config) else 0, fuse=False, regather=[], overlap_grad=True,
-        recompute="full" if ac != "none" else "none", dp_shard=dp // replicas if replicas > 1 else None,
+        zero=3 if _sharded(config) else 0,
+        fuse=False,
+        regather=[],
+        overlap_grad=True,
+        recompute="full" if ac != "none" else "none",
+        dp_shard=dp // replicas if replicas > 1 else None,
         reshard_after_forward=config.get("reshard_after_forward", True),
     )

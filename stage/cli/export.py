@@ -21,14 +21,17 @@ Example:
 Target = Annotated[Literal["astra-sim"], typer.Option("--to", help="The simulator.")]
 System = Annotated[str, typer.Option("--system", metavar="NAME|FILE", help="The machine to simulate.")]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite a kit that is there.")]
 
 
-def export(traces: TraceFolder, to: Target, system: System, out: Out, json: Json = False) -> None:
+def export(
+    traces: TraceFolder, to: Target, system: System, out: Out, force: Force = False, json: Json = False
+) -> None:
     """Export a trace set for a simulator and list the files."""
     from stage.io.astra_sim import export_astra_sim
 
     assert to == "astra-sim"  # the only target that typer lets through
-    export_astra_sim(traces, out, system)
+    export_astra_sim(traces, out, system, force=force)
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     if json:
         print_json({"out": str(out), "files": files})

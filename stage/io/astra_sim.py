@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from stage.cost.system import TOPOLOGIES, System
+from stage.cost.system import TOPOLOGIES, System, load_system
 from stage.errors import TraceError
 from stage.io.chakra import DirectorySource, groups_text, open_directory, writing
 from stage.io.render import render
@@ -67,15 +67,19 @@ def system_for_export(system: System, world: int, dtype: str = "bf16") -> System
 
 
 def export_astra_sim(
-    source_dir: str | Path, out: str | Path, system: SystemForExport, *, force: bool = False
+    source_dir: str | Path, out: str | Path, system: str | Path | SystemForExport, *, force: bool = False
 ) -> None:
     """Write the kit that runs the trace set of a folder into a new folder.
 
-    The traces stay where they are, and the kit refers to them by a relative path. With `force` an existing
-    folder is used, and files of the kit in it are overwritten.
+    `system` is one by name, by the path of its file or by value; by name or file its peak is the one of the
+    dtype that the set's manifest names. The traces stay where they are, and the kit refers to them by a relative
+    path. With `force` an existing folder is used, and files of the kit in it are overwritten.
     """
     source = open_directory(source_dir)
     folder = Path(out)
+    if not isinstance(system, SystemForExport):
+        dtype = str((source.manifest or {}).get("dtype", "bf16"))
+        system = system_for_export(load_system(system), source.world, dtype)
     check_kit(source, folder, system, force=force)
     texts = {name: kit_text(name, source, folder, system) for name in FILES}
     if source.groups:

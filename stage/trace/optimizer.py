@@ -99,7 +99,9 @@ def _norm_axes(step: StepPlan) -> list[tuple[str, tuple[str, ...]]]:
     atoms = tuple(name for name, _ in step.mesh.atoms)
     copies = {"": tuple(step.sharding.replicate)}
     if not step.sharding.zero:
-        copies = {"": step.mesh.expand(("dp", "cp"))} | ({"_expert": step.mesh.expand(("edp",))} if step.experts else {})
+        copies = {"": step.mesh.expand(("dp", "cp"))} | (
+            {"_expert": step.mesh.expand(("edp",))} if step.experts else {}
+        )
     found = {kind: tuple(atom for atom in atoms if atom not in same) for kind, same in copies.items()}
     return [(kind, axes) for kind, axes in found.items() if axes]
 
