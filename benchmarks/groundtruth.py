@@ -25,7 +25,8 @@ STATUSES = ("identical", "explained", "unexplained", "skipped")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare the files named on the command line, print a verdict for each configuration; the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.groundtruth", description="Compare records of training code with Stage's traces."
+        prog="python -m benchmarks.groundtruth",
+        description="Compare records of training code with Stage's traces.",
     )
     parser.add_argument("records", nargs="+", type=Path, metavar="RECORD.json", help="files to compare")
     counts: Counter[str] = Counter()
@@ -37,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RecordError as err:
         print(f"error: {err}", file=sys.stderr)
         return 2
-    print(f"{counts.total()} configurations: " + ", ".join(f"{counts[status]} {status}" for status in STATUSES))
+    print(
+        f"{counts.total()} configurations: " + ", ".join(f"{counts[status]} {status}" for status in STATUSES)
+    )
     return 1 if counts["unexplained"] else 0
 
 

@@ -24,7 +24,14 @@ SHAPES = [
 def job(shape: dict[str, int], model: str = "llama3-8b", **options: Any) -> TraceSet:
     """A tiny Llama of this shape (or a Mixtral), with one micro-batch unless `batch` says otherwise."""
     dp, d_model = options.get("dp", 1), shape["d_model"]
-    sizes = {"layers": shape["layers"], "d_model": d_model, "heads": 8, "kv_heads": 8, "head_dim": d_model // 8, "vocab": 64}
+    sizes = {
+        "layers": shape["layers"],
+        "d_model": d_model,
+        "heads": 8,
+        "kv_heads": 8,
+        "head_dim": d_model // 8,
+        "vocab": 64,
+    }
     sizes |= {"d_ff": 96} if model == "llama3-8b" else {"experts": 8, "top_k": 2, "expert_d_ff": 48}
     options.setdefault("batch", shape["micro_batch"] * dp)
     return stage.synthesize(
@@ -106,11 +113,17 @@ def test_norms_of_queries_and_keys_are_summed_also_without_sequence_parallel(tp:
 
 
 @pytest.mark.parametrize(("dp", "tp", "pp", "zero"), [(2, 2, 1, 0), (2, 2, 2, 0), (4, 1, 1, 1), (2, 2, 2, 1)])
-def test_gradient_norm_is_summed_over_all_whose_gradients_differ(dp: int, tp: int, pp: int, zero: int) -> None:
+def test_gradient_norm_is_summed_over_all_whose_gradients_differ(
+    dp: int, tp: int, pp: int, zero: int
+) -> None:
     shape = {**SHAPES[1], "layers": 2}
     traces = job(shape, dp=dp, tp=tp, pp=pp, zero=zero, batch=2 * dp * pp)
     for rank in traces.ranks:
-        (norm,) = [n for n in communication(traces, rank) if n.get("phase") == "optimizer" and n.get("comm_size") == 4]
+        (norm,) = [
+            n
+            for n in communication(traces, rank)
+            if n.get("phase") == "optimizer" and n.get("comm_size") == 4
+        ]
         group = traces.groups[str(norm.get("pg_name"))]
         replica = [r for r in traces.ranks if r // tp % dp == rank // tp % dp]
         assert group == (list(traces.ranks) if zero else replica)
@@ -120,7 +133,8 @@ def test_gradient_norm_is_summed_over_all_whose_gradients_differ(dp: int, tp: in
 def test_gradients_are_reduced_once_a_step_however_many_micro_batches(zero: int) -> None:
     shape = SHAPES[1]
     counts = [
-        table(job(shape, dp=4, zero=zero, batch=2 * 4 * m), axes="dp") - Counter({("optimizer", "all_reduce", 4): 1})
+        table(job(shape, dp=4, zero=zero, batch=2 * 4 * m), axes="dp")
+        - Counter({("optimizer", "all_reduce", 4): 1})
         for m in (1, 4)
     ]
     assert counts[0] == counts[1]
@@ -160,7 +174,9 @@ def test_fsdp_that_keeps_parameters_gathers_them_once() -> None:
     counts = {}
     for reshard in (True, False, 2):
         traces = job(shape, strategy=strategy.replace(reshard_after_forward=reshard), dp=8)
-        counts[reshard] = {key: n for key, n in table(traces).items() if key[:2] == ("backward", "all_gather")}
+        counts[reshard] = {
+            key: n for key, n in table(traces).items() if key[:2] == ("backward", "all_gather")
+        }
     layer = ((4 * 64 * 64 + 3 * 64 * 96) // 8 + 2 * 8) * BF16
     assert counts[True][("backward", "all_gather", layer)] == 3
     assert counts[False] == {}
@@ -172,13 +188,21 @@ def test_hsdp_sums_each_shard_over_its_replicas(shape: dict[str, int]) -> None:
     strategy = load_strategy("hsdp").replace(dp_shard=4)
     traces = job(shape, strategy=strategy, dp=8)
     scattered, summed = table(traces, op="reduce_scatter"), table(traces, op="all_reduce", phase="backward")
-    assert {(size // 4, n) for (_, _, size), n in scattered.items()} == {(size, n) for (_, _, size), n in summed.items()}
-    groups = {str(n.get("op")): traces.groups[str(n.get("pg_name"))] for n in communication(traces) if n.get("phase") == "backward"}
+    assert {(size // 4, n) for (_, _, size), n in scattered.items()} == {
+        (size, n) for (_, _, size), n in summed.items()
+    }
+    groups = {
+        str(n.get("op")): traces.groups[str(n.get("pg_name"))]
+        for n in communication(traces)
+        if n.get("phase") == "backward"
+    }
     assert groups == {"all_gather": [0, 1, 2, 3], "reduce_scatter": [0, 1, 2, 3], "all_reduce": [0, 4]}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("dp", "tp", "ep"), [(2, 1, 2), (4, 1, 4), (4, 1, 2), (2, 2, 2), (2, 2, 4), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("dp", "tp", "ep"), [(2, 1, 2), (4, 1, 4), (4, 1, 2), (2, 2, 2), (2, 2, 4), (1, 2, 2)]
+)
 def test_experts(shape: dict[str, int], dp: int, tp: int, ep: int) -> None:
     """2 + 2 all-to-alls of k x tokens x d_model, and the probabilities of k x tokens with each dispatch."""
     sent = 2 * shape["micro_batch"] * shape["seq"] // tp
@@ -217,13 +241,22 @@ def test_pipeline(schedule: str, pp: int, tp: int, sp: bool) -> None:
     """One message of act (act / t under SP) a micro-batch, boundary and direction."""
     shape, micro_batches = {**SHAPES[1], "layers": 4}, 3
     traces = job(
-        shape, pp=pp, tp=tp, batch=2 * micro_batches, schedule=schedule, strategy="megatron_sp" if sp else "megatron"
+        shape,
+        pp=pp,
+        tp=tp,
+        batch=2 * micro_batches,
+        schedule=schedule,
+        strategy="megatron_sp" if sp else "megatron",
     )
     size = act(shape) // (tp if sp else 1) * BF16
     for rank in traces.ranks:
         place = rank // tp
         found = Counter(
-            (str(n.get("op")), int(str(n.get("comm_dst" if n.get("op") == "send" else "comm_src"))) // tp, n.get("comm_size"))
+            (
+                str(n.get("op")),
+                int(str(n.get("comm_dst" if n.get("op") == "send" else "comm_src"))) // tp,
+                n.get("comm_size"),
+            )
             for n in communication(traces, rank)
             if n.get("phase") == "pipeline"
         )

@@ -47,7 +47,11 @@ MEGATRON: dict[str, tuple[str, tuple[str, ...]]] = {
 CLIP, APART = "norm-summed-by-tensor", "input-gradients-apart"
 LOGITS, TARGET = "logits-gathered", "target-logit-in-compute-dtype"
 BY_USE, BY_BLOCK = "norm-gradients-summed-by-use", "norm-gradients-summed-by-block"
-UNSUMMED, ON_DEMAND, EARLY = "norm-gradients-not-summed", "recomputed-on-demand", "recomputation-stopped-early"
+UNSUMMED, ON_DEMAND, EARLY = (
+    "norm-gradients-not-summed",
+    "recomputed-on-demand",
+    "recomputation-stopped-early",
+)
 
 RUNS: dict[str, list[tuple[str, ...]]] = {
     "dtensor_tp_llama": [
@@ -107,7 +111,7 @@ def test_pipelines_as_planned() -> None:
         table = [verdict for verdict in verdicts if verdict.case.startswith("Schedule1F1B")]
         assert [tuple(verdict.explained) for verdict in table] == [("last-rank-off-by-one",)] * 5
         others = [verdict for verdict in verdicts if verdict not in gpipe + table]
-        assert {verdict.status for verdict in others} == {"skipped"} and len(others) == 23
+        assert [verdict.status for verdict in others] == ["skipped"] * 23
         assert "is not a schedule of this version" in others[0].skipped
 
 
@@ -132,12 +136,17 @@ def changed(name: str, change: Callable[[list[dict[str, Any]]], None], folder: P
 
 def moved(ops: list[dict[str, Any]], op: str, index: int = 0) -> int:
     """The position of one of the collectives of a kind that move something."""
-    found = [i for i, o in enumerate(ops) if str(o.get("op", "")).startswith(op) and o.get("group_size", 2) > 1]
+    found = [
+        i for i, o in enumerate(ops) if str(o.get("op", "")).startswith(op) and o.get("group_size", 2) > 1
+    ]
     return found[index]
 
 
 def drop(op: str, index: int = 0) -> Callable[[list[dict[str, Any]]], None]:
-    return lambda ops: ops.pop(moved(ops, op, index)) and None
+    def change(ops: list[dict[str, Any]]) -> None:
+        del ops[moved(ops, op, index)]
+
+    return change
 
 
 def alter(op: str, index: int = 0, **fields: Any) -> Callable[[list[dict[str, Any]]], None]:
@@ -156,13 +165,19 @@ CHANGES = {
     "a dropped all-reduce": ("tp2", drop("all_reduce")),
     "a dropped all-gather": ("tp2_sp", drop("all_gather", 5)),
     "a dropped message": ("pp2_m4", drop("recv", 2)),
-    "a dropped parameter gather, where others are explained": ("dp4_distopt_overlap_bucket20k", drop("all_gather", 1)),
+    "a dropped parameter gather, where others are explained": (
+        "dp4_distopt_overlap_bucket20k",
+        drop("all_gather", 1),
+    ),
     "a dropped second gather of chained optimizers": ("ep2_dp4_distopt", drop("all_gather_coalesced", 3)),
     "a changed size": ("tp2", alter("all_reduce", 3, bytes=6146)),
     "a changed size of a bucket": ("dp4_distopt", alter("reduce_scatter", bytes=395520)),
     "a changed size of a message": ("pp4_m8", alter("send", bytes=3072)),
     "a changed size of an uneven exchange": ("ep2_dp2_auxloss", alter("all_to_all", 2, bytes=10180)),
-    "an exchange that does not fit its dispatch": ("ep2_dp2_auxloss", alter("all_to_all", 2, in_splits=[54, 52])),
+    "an exchange that does not fit its dispatch": (
+        "ep2_dp2_auxloss",
+        alter("all_to_all", 2, in_splits=[54, 52]),
+    ),
     "a changed dtype": ("dp4_bf16reduce_distopt", alter("reduce_scatter", dtype="float32")),
     "a swapped order": ("tp2_sp", swap("reduce_scatter", "all_gather")),
     "a swapped order of gathers in forward": (
@@ -183,7 +198,9 @@ def test_detects(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     name, change = CHANGES[what]
     assert main([changed(name, change, tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert f"{name}: UNEXPLAINED" in out and "@@ record event" in out and ", 1 unexplained" in out
+    assert f"{name}: UNEXPLAINED" in out
+    assert "@@ record event" in out
+    assert ", 1 unexplained" in out
 
 
 def test_shows_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +216,10 @@ MISUSE = {
     "no object": ("[]", "holds a list, where a record is an object"),
     "another format": ('{"a": 1}', "not a record of a known format"),
     "no dims": ('{"config": {}, "ranks": {}}', "the configuration lacks tp, pp, dp"),
-    "no ops": ('{"runs": [{"schedule": "ScheduleGPipe"}], "dims": {}}', "not a well-formed record: KeyError: 'virtual'"),
+    "no ops": (
+        '{"runs": [{"schedule": "ScheduleGPipe"}], "dims": {}}',
+        "not a well-formed record: KeyError: 'virtual'",
+    ),
 }
 
 
@@ -211,10 +231,13 @@ def test_misuse_is_one_line(what: str, tmp_path: Path, capsys: pytest.CaptureFix
         path.write_text(text)
     assert main([str(path)]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith(f"error: {path}: {message}")
+    assert len(lines) == 1
+    assert lines[0].startswith(f"error: {path}: {message}")
 
 
-def test_a_job_that_stage_refuses_is_not_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_stage_refuses_is_not_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = json.loads(gzip.decompress((RECORDS / "tp2.json.gz").read_bytes()))
     data["config"]["ffn"] = 81
     (tmp_path / "odd.json").write_text(json.dumps(data))

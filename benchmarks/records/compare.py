@@ -19,15 +19,16 @@ __all__ = ["Comparison", "Context", "Explanation", "compare", "difference"]
 
 @dataclass(frozen=True)
 class Context:
-    """What an explanation may read: the record's configuration, the rank, and the mesh."""
+    """What an explanation may read: the record's configuration, the rank, the mesh, and the recorded events."""
 
     config: Mapping[str, Any]
     rank: int
     mesh: Mesh
+    recorded: Sequence[Event]
 
 
-Rewrite = Callable[[list[Event], Sequence[Event], Context], list[Event]]
-"""(synthesized events, recorded events, context) -> the synthesized events as the other code would issue them."""
+Rewrite = Callable[[list[Event], Context], list[Event]]
+"""Makes of the synthesized events those that the other code would issue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +54,34 @@ def difference(ours: Sequence[Event], theirs: Sequence[Event]) -> int:
     return sum((i2 - i1) + (j2 - j1) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal")
 
 
-def compare(
-    ours: Sequence[Event], theirs: Sequence[Event], rules: Sequence[Explanation], context: Context
-) -> Comparison:
+def compare(ours: Sequence[Event], rules: Sequence[Explanation], context: Context) -> Comparison:
     """The comparison of one rank's events: explained by the fewest rules, in the order given, that make them equal.
 
     If none do, the rest is shown after those rules that bring the two closer.
     """
-    chosen = _fewest(list(ours), list(theirs), rules, context)
+    chosen = _fewest(list(ours), rules, context)
     current, explained = list(ours), {}
     for rule in rules if chosen is None else chosen:
-        candidate = rule.rewrite(current, theirs, context)
-        if chosen is None and difference(candidate, theirs) >= difference(current, theirs):
+        candidate = rule.rewrite(current, context)
+        if chosen is None and difference(candidate, context.recorded) >= difference(
+            current, context.recorded
+        ):
             continue
         explained[rule.slug] = difference(current, candidate)
         current = candidate
-    return Comparison(explained, tuple(_lines(current, theirs)) if chosen is None else ())
+    return Comparison(explained, tuple(_lines(current, context.recorded)) if chosen is None else ())
 
 
-def _fewest(
-    ours: list[Event], theirs: list[Event], rules: Sequence[Explanation], context: Context
-) -> list[Explanation] | None:
-    """The fewest of the rules that, one after the other, make `ours` equal `theirs`; None if no choice does."""
-    if ours == theirs:
+def _fewest(ours: list[Event], rules: Sequence[Explanation], context: Context) -> list[Explanation] | None:
+    """The fewest of the rules that, one after the other, make `ours` what is recorded; None if no choice does."""
+    if ours == list(context.recorded):
         return []
     best: list[Explanation] | None = None
     for i, rule in enumerate(rules):
-        candidate = rule.rewrite(ours, theirs, context)
+        candidate = rule.rewrite(ours, context)
         if candidate == ours:
             continue
-        rest = _fewest(candidate, theirs, rules[i + 1 :], context)
+        rest = _fewest(candidate, rules[i + 1 :], context)
         if rest is not None and (best is None or len(rest) + 1 < len(best)):
             best = [rule, *rest]
     return best

@@ -32,13 +32,15 @@ class Format:
     read: Callable[[Mapping[str, Any], str], list[Case]]
     synthesize: Callable[[Mapping[str, Any]], TraceSet]
     rules: Sequence[Explanation]
-    skip: Callable[[Mapping[str, Any]], str] = lambda config: ""
+    skip: Callable[[Mapping[str, Any]], str] = lambda _: ""
     marks: bool = False
-    seen: Callable[[Sequence[Event], str], list[Event]] = lambda events, kind: list(events)
+    seen: Callable[[Sequence[Event], str], list[Event]] = lambda events, _: list(events)
 
 
 def _torch(kind: str) -> Format:
-    return Format(kind, lambda data, name: torch_llama.read(data, kind), torch_llama.synthesize_case, TORCH_RULES)
+    return Format(
+        kind, lambda data, _: torch_llama.read(data, kind), torch_llama.synthesize_case, TORCH_RULES
+    )
 
 
 def _pipeline(name: str, read: Callable[[Mapping[str, Any]], list[Case]]) -> Format:
@@ -49,7 +51,12 @@ def _pipeline(name: str, read: Callable[[Mapping[str, Any]], list[Case]]) -> For
 
 
 MEGATRON = Format(
-    "megatron", megatron.read, megatron.synthesize_case, (*MOE_RULES, *OPTIMIZER_RULES), megatron.skip_reason, True
+    "megatron",
+    megatron.read,
+    megatron.synthesize_case,
+    (*MOE_RULES, *OPTIMIZER_RULES),
+    megatron.skip_reason,
+    True,
 )
 RUNTIME = _pipeline("pipeline runtime", schedules.read_runtime)
 TABLES = _pipeline("pipeline tables", schedules.read_tables)
@@ -121,7 +128,7 @@ def compare_case(case: Case, kind: Format) -> Verdict:
         ours = kind.seen(
             synthesized(traces.nodes(rank), traces.groups, marks=kind.marks), str(case.config.get("kind", ""))
         )
-        result = compare(ours, theirs, kind.rules, Context(case.config, rank, traces.classes.mesh))
+        result = compare(ours, kind.rules, Context(case.config, rank, traces.classes.mesh, theirs))
         for slug, count in result.explained.items():
             reason = next(rule.reason for rule in kind.rules if rule.slug == slug)
             explained[slug] = (reason, explained.get(slug, ("", 0))[1] + count)

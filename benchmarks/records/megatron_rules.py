@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from benchmarks.records.compare import Context, Explanation
 from benchmarks.records.event import Event
-from benchmarks.records.rewriting import block, group_over, is_reduction, like_recorded, move, part, without
+from benchmarks.records.rewriting import block, group_over, is_reduction, like_recorded, move, without
 
 __all__ = ["OPTIMIZER_RULES"]
 
@@ -15,7 +15,7 @@ def _is_gather(event: Event) -> bool:
     return event.op == "all_gather" and event.phase == "optimizer"
 
 
-def _gathers_twice(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _gathers_twice(ours: list[Event], context: Context) -> list[Event]:
     config = context.config
     apart = (config.get("ep") or 1) > 1 or (config.get("etp") or config["tp"]) != config["tp"]
     if not (config.get("experts") and apart and config.get("dist_opt")) or config.get("overlap_param"):
@@ -23,12 +23,13 @@ def _gathers_twice(ours: list[Event], theirs: Sequence[Event], context: Context)
     return ours + [event for event in ours if _is_gather(event)]
 
 
-def _gathers_in_forward(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _gathers_in_forward(ours: list[Event], context: Context) -> list[Event]:
+    theirs = context.recorded
     if not context.config.get("overlap_param"):
         return ours
     gathers = [replace(event, phase="forward") for event in ours if _is_gather(event)]
     starts = [i for i, event in enumerate(theirs) if event.op in ("F", "B")]
-    places = like_recorded(ours, theirs, gathers, range(*starts[:2])) if len(starts) > 1 else None
+    places = like_recorded(theirs, gathers, range(*starts[:2])) if len(starts) > 1 else None
     if places is None or not _in_order_of_use([theirs[i] for i in places], gathers):
         return ours
     return move(without(ours, _is_gather), theirs, places)
@@ -46,12 +47,15 @@ def _in_order_of_use(found: Sequence[Event], gathers: Sequence[Event]) -> bool:
     return True
 
 
-def _reduces_at_hook(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
-    reductions = [(i, event) for i, event in enumerate(ours) if is_reduction(event) and event.phase == "backward"]
+def _reduces_at_hook(ours: list[Event], context: Context) -> list[Event]:
+    theirs = context.recorded
+    reductions = [
+        (i, event) for i, event in enumerate(ours) if is_reduction(event) and event.phase == "backward"
+    ]
     if not context.config.get("overlap_grad") or not reductions:
         return ours
     rest = without(ours, lambda event: is_reduction(event) and event.phase == "backward")
-    places = like_recorded(ours, theirs, [event for _, event in reductions], range(len(theirs)))
+    places = like_recorded(theirs, [event for _, event in reductions], range(len(theirs)))
     if places is None:
         return ours
     pending = list(reductions)
@@ -67,7 +71,7 @@ def _reduces_at_hook(ours: list[Event], theirs: Sequence[Event], context: Contex
     return move(rest, theirs, places)
 
 
-def _reduces_aligned(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _reduces_aligned(ours: list[Event], context: Context) -> list[Event]:
     stage = context.rank * context.mesh.degree("pp") // context.mesh.world
     if not (context.config.get("align_param_gather") and stage):
         return ours
@@ -77,7 +81,7 @@ def _reduces_aligned(ours: list[Event], theirs: Sequence[Event], context: Contex
     return rest[:last] + [replace(event, phase="pipeline") for event in late] + rest[last:]
 
 
-def _counts_tokens(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _counts_tokens(ours: list[Event], context: Context) -> list[Event]:
     if not context.config.get("per_token_loss"):
         return ours
     pipeline, data = group_over(context, ["pp"]), group_over(context, ["dp", "cp"])
@@ -87,7 +91,7 @@ def _counts_tokens(ours: list[Event], theirs: Sequence[Event], context: Context)
     return ours[:at] + fresh + ours[at:]
 
 
-def _attention_stubbed(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _attention_stubbed(ours: list[Event], context: Context) -> list[Event]:
     config = context.config
     if (config.get("cp") or 1) == 1:
         return ours

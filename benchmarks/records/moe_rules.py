@@ -1,6 +1,5 @@
 """Known differences between Megatron-core's mixtures of experts (and wide tensor parallelism) and Stage's."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.records.compare import Context, Explanation
@@ -28,7 +27,10 @@ def _tokens(context: Context) -> int:
     return int(config["B"] * config["S"] // (config.get("cp") or 1) // (config["tp"] if config["sp"] else 1))
 
 
-def _exchanged_first(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _exchanged_first(ours: list[Event], context: Context) -> list[Event]:
+    if context.mesh.degree("ep") == 1 or context.mesh.degree("etp") == 1:
+        return ours
+
     def rewrite(run: list[Event]) -> list[Event]:
         ops = [event.op for event in run]
         for first, second in (("all_to_all", "all_gather"), ("reduce_scatter", "all_to_all")):
@@ -40,7 +42,7 @@ def _exchanged_first(ours: list[Event], theirs: Sequence[Event], context: Contex
     return by_block(ours, _is_routed, rewrite)
 
 
-def _gathered_not_exchanged(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _gathered_not_exchanged(ours: list[Event], context: Context) -> list[Event]:
     config = context.config
     if config.get("dispatcher") != "allgather" or not config.get("experts"):
         return ours
@@ -62,17 +64,20 @@ def _gathered_not_exchanged(ours: list[Event], theirs: Sequence[Event], context:
     return by_block(ours, _is_routed, rewrite)
 
 
-def _loads_counted(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _loads_counted(ours: list[Event], context: Context) -> list[Event]:
+    """A forward whose layers will be recomputed runs without gradients, and counts for the loss only then."""
     config = context.config
     rows = {"aux_loss": 1, "seq_aux_loss": config["B"]}.get(config.get("aux", "none"))
     group = group_over(context, ["cp", "tp"])
     if rows is None or len(group) == 1:
         return ours
     size = rows * config["experts"] * dtype_bytes("int64")
+    phase = "backward" if config.get("recompute") == "full" else "forward"
     result: list[Event] = []
     for i, event in enumerate(ours):
         result.append(event)
-        if is_forward(event) and _before_router(event) and not any(map(_before_router, ours[i + 1 : i + 2])):
+        counts = event.phase == phase and is_forward(event)
+        if counts and _before_router(event) and not any(map(_before_router, ours[i + 1 : i + 2])):
             result.append(replace(event, op="all_reduce", group=group, bytes=size, dtype="int64"))
     return result
 
@@ -82,8 +87,9 @@ def _before_router(event: Event) -> bool:
     return ".attn.o_proj" in event.name or ".moe.shared." in event.name
 
 
-def _loads_differ(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _loads_differ(ours: list[Event], context: Context) -> list[Event]:
     """Sizes are taken from the record only where its splits account for them and fit together."""
+    theirs = context.recorded
     if len(ours) != len(theirs) or context.config.get("aux", "none") == "none":
         return ours
     sent = _tokens(context) * context.config["topk"]
@@ -105,14 +111,21 @@ def _loads_differ(ours: list[Event], theirs: Sequence[Event], context: Context) 
     return result
 
 
-def _kv_heads_gathered(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _kv_heads_gathered(ours: list[Event], context: Context) -> list[Event]:
     config = context.config
     tp, heads = config["tp"], config["heads"]
     kv = config.get("kv") or heads
     if kv >= tp:
         return ours
     width, group = dtype_bytes(_dtype(context)), group_over(context, ["tp"])
-    joint = config["B"] * config["S"] // (config.get("cp") or 1) * (heads + 2 * kv) * (config["hidden"] // heads) * width
+    joint = (
+        config["B"]
+        * config["S"]
+        // (config.get("cp") or 1)
+        * (heads + 2 * kv)
+        * (config["hidden"] // heads)
+        * width
+    )
     result: list[Event] = []
     for event in ours:
         if is_forward(event) and ".attn.o_proj" in event.name:
@@ -140,7 +153,8 @@ MOE_RULES = (
     ),
     Explanation(
         "loads-counted-for-auxiliary-loss",
-        "the auxiliary loss sums the tokens of each expert over cp x tp, once a layer and forward; Stage has no such loss",
+        "the auxiliary loss sums the tokens of each expert over cp x tp, once a layer and forward; "
+        "Stage has no such loss",
         _loads_counted,
     ),
     Explanation(

@@ -17,6 +17,7 @@ __all__ = [
     "like_recorded",
     "move",
     "part",
+    "resized",
     "without",
 ]
 
@@ -74,9 +75,7 @@ def _side(event: Event) -> tuple[str, bool]:
     return block(event), is_forward(event)
 
 
-def like_recorded(
-    ours: Sequence[Event], theirs: Sequence[Event], moved: Sequence[Event], span: range
-) -> list[int] | None:
+def like_recorded(theirs: Sequence[Event], moved: Sequence[Event], span: range) -> list[int] | None:
     """Indices, in `theirs` and within `span`, of the events `moved`; None unless exactly these are there."""
     wanted = Counter(moved)
     found = [i for i in span if theirs[i] in wanted]

@@ -29,7 +29,9 @@ def read_runtime(data: Mapping[str, Any]) -> list[Case]:
     cases = []
     for run in data["runs"]:
         config = {**_config(run, run["virtual"]), "kind": "runtime", "dims": data["dims"]}
-        ranks = {} if skip_reason(config) else {int(rank): recorded(ops) for rank, ops in run["step1"].items()}
+        ranks = (
+            {} if skip_reason(config) else {int(rank): recorded(ops) for rank, ops in run["step1"].items()}
+        )
         cases.append(Case(f"{_title(config)} executed", config, ranks))
     return cases
 
@@ -40,9 +42,15 @@ def read_tables(data: Mapping[str, Any]) -> list[Case]:
     for table in data["schedules"]:
         config = _config(table, table["virtual_stages_per_rank"])
         for kind, key in (("order", "compute_order"), ("planned", "with_comms")):
-            if key == "with_comms" and (key not in table or skip_reason(config) or config["schedule"] != "gpipe"):
+            if key == "with_comms" and (
+                key not in table or skip_reason(config) or config["schedule"] != "gpipe"
+            ):
                 continue
-            ranks = {} if skip_reason(config) else {int(r): _planned(actions) for r, actions in table[key].items()}
+            ranks = (
+                {}
+                if skip_reason(config)
+                else {int(r): _planned(actions) for r, actions in table[key].items()}
+            )
             cases.append(Case(f"{_title(config)} {kind}", {**config, "kind": kind}, ranks))
     return cases
 
@@ -56,7 +64,9 @@ def _config(entry: Mapping[str, Any], virtual: int) -> dict[str, Any]:
 
 
 def _title(config: Mapping[str, Any]) -> str:
-    parts = [config["name"], f"pp {config['pp']}"] + ([f"vpp {config['virtual']}"] if config["virtual"] > 1 else [])
+    parts = [config["name"], f"pp {config['pp']}"] + (
+        [f"vpp {config['virtual']}"] if config["virtual"] > 1 else []
+    )
     return ", ".join([*parts, f"{config['micro_batches']} micro-batches"])
 
 
@@ -89,13 +99,27 @@ def synthesize_case(config: Mapping[str, Any]) -> TraceSet:
     dims = config.get("dims", {"B": 1, "S": 2, "D": 2})
     width = dims["D"]
     sizes = {
-        "layers": config["pp"], "d_model": width, "d_ff": width, "heads": 1, "kv_heads": 1, "head_dim": width,
-        "vocab": width, "seq": dims["S"], "tied": False,
+        "layers": config["pp"],
+        "d_model": width,
+        "d_ff": width,
+        "heads": 1,
+        "kv_heads": 1,
+        "head_dim": width,
+        "vocab": width,
+        "seq": dims["S"],
+        "tied": False,
     }
     strategy = load_strategy("ddp").replace(schedule=config["schedule"])
     return synthesize(
-        model(sizes), strategy, pp=config["pp"], batch=dims["B"] * config["micro_batches"], micro_batch=dims["B"],
-        seq=dims["S"], vocab_multiple=1, dtype="fp32", clip=False,
+        model(sizes),
+        strategy,
+        pp=config["pp"],
+        batch=dims["B"] * config["micro_batches"],
+        micro_batch=dims["B"],
+        seq=dims["S"],
+        vocab_multiple=1,
+        dtype="fp32",
+        clip=False,
     )
 
 
@@ -106,11 +130,12 @@ def seen(events: Sequence[Event], kind: str) -> list[Event]:
     if kind == "order":
         return [event for event in events if event.op in ("F", "B")]
     return [
-        event if event.op in ("F", "B") else replace(event, bytes=event.micro_batch, dtype="") for event in events
+        event if event.op in ("F", "B") else replace(event, bytes=event.micro_batch, dtype="")
+        for event in events
     ]
 
 
-def _last_rank_off_by_one(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _last_rank_off_by_one(ours: list[Event], context: Context) -> list[Event]:
     config = context.config
     if config["schedule"] != "1f1b" or config["kind"] != "order" or context.rank != config["pp"] - 1:
         return ours

@@ -1,11 +1,10 @@
 """Known differences between PyTorch's own parallelism (DTensor, FSDP2, activation checkpointing) and Stage's."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.records.compare import Context, Explanation
 from benchmarks.records.event import Event
-from benchmarks.records.rewriting import block, group_over, is_forward, part, resized, without
+from benchmarks.records.rewriting import group_over, is_forward, part, resized, without
 
 __all__ = ["TORCH_RULES"]
 
@@ -23,8 +22,8 @@ def _is_sum_of_replicated(event: Event) -> bool:
     return part(event).startswith("optimizer.replicated")
 
 
-def _norms(context: Context, name: str) -> int:
-    """Norm weights of a block."""
+def _norms(name: str) -> int:
+    """How many norms a block has."""
     return {"embedding": 0, "head": 1}.get(name, 2)
 
 
@@ -32,7 +31,7 @@ def _sharded(context: Context) -> bool:
     return context.config["kind"] == "fsdp2" or bool(context.config.get("fsdp2"))
 
 
-def _clips_by_tensor(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _clips_by_tensor(ours: list[Event], context: Context) -> list[Event]:
     weights = WEIGHTS_PER_LAYER * context.config["dims"]["layers"] + WEIGHTS_AROUND
     dtype = "fp32" if _sharded(context) else context.config["dtypes"][0]
     shard = ["dp_shard"] if "dp_shard" in context.mesh.names else ["dp"]
@@ -48,7 +47,7 @@ def _clips_by_tensor(ours: list[Event], theirs: Sequence[Event], context: Contex
     return result
 
 
-def _gathers_logits(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _gathers_logits(ours: list[Event], context: Context) -> list[Event]:
     config = context.config
     if config.get("loss_parallel", True) or config["tp"] == 1:
         return ours
@@ -63,7 +62,7 @@ def _gathers_logits(ours: list[Event], theirs: Sequence[Event], context: Context
     return result
 
 
-def _target_in_compute_dtype(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _target_in_compute_dtype(ours: list[Event], context: Context) -> list[Event]:
     dims, dtype = context.config["dims"], context.config["dtypes"][0]
     if context.config["kind"] != "dtensor":
         return ours
@@ -72,7 +71,7 @@ def _target_in_compute_dtype(ours: list[Event], theirs: Sequence[Event], context
     return [resized(e, dims["B"] * dims["S"], dtype) if i in last else e for i, e in enumerate(ours)]
 
 
-def _inputs_apart(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _inputs_apart(ours: list[Event], context: Context) -> list[Event]:
     if context.config.get("prepare_module_input_no_sp") or context.config["sp"]:
         return ours
     more = {".attn.norm.": 2, ".mlp.norm.": 1}
@@ -83,7 +82,7 @@ def _inputs_apart(ours: list[Event], theirs: Sequence[Event], context: Context) 
     return result
 
 
-def _norms_summed_by_use(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _norms_summed_by_use(ours: list[Event], context: Context) -> list[Event]:
     """DTensor's partial gradients: each norm's is summed once to clip and three times to update."""
     summed = [event for event in ours if _is_sum_of_replicated(event)]
     if context.config["kind"] != "dtensor" or not context.config["sp"] or not summed:
@@ -96,51 +95,57 @@ def _norms_summed_by_use(ours: list[Event], theirs: Sequence[Event], context: Co
     return rest[:at] + weights + rest[at:] + 3 * weights
 
 
-def _norms_summed_by_block(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _norms_summed_by_block(ours: list[Event], context: Context) -> list[Event]:
     summed = [event for event in ours if _is_sum_of_replicated(event)]
     if not _sharded(context) or not context.config["sp"] or not summed:
         return ours
-    one = resized(replace(summed[0], phase="backward"), context.config["dims"]["dim"], context.config["dtypes"][0])
+    one = resized(
+        replace(summed[0], phase="backward"), context.config["dims"]["dim"], context.config["dtypes"][0]
+    )
     result: list[Event] = []
     for event in without(ours, _is_sum_of_replicated):
         if ".gradients.reduce_scatter" in event.name:
-            result += [one] * _norms(context, part(event).partition(".")[0])
+            result += [one] * _norms(part(event).partition(".")[0])
         result.append(event)
     return result
 
 
-def _norms_not_summed(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _norms_not_summed(ours: list[Event], context: Context) -> list[Event]:
     if context.config["kind"] != "checkpoint" or _sharded(context) or not context.config["sp"]:
         return ours
     return without(ours, _is_sum_of_replicated)
 
 
-def _recomputes_on_demand(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _recomputes_on_demand(ours: list[Event], context: Context) -> list[Event]:
     """Recomputation begins once the gradient of the last row-parallel product has been gathered."""
+    if not context.config["sp"]:
+        return ours
     result: list[Event] = []
     again: list[Event] = []
     for event in ours:
         if event.phase == "backward" and is_forward(event):
             again.append(event)
-            continue
-        first = bool(again) and block(event) == block(again[0]) and event.op == "all_gather"
-        if again and not first and block(event) == block(again[0]):
-            result, again = result + again, []
-        result.append(event)
-        if first and ".down_proj" in event.name:
-            result, again = result + again, []
+        elif event.op == "all_gather" and ".mlp.down_proj" in event.name:
+            result += [event, *again]
+            again = []
+        else:
+            result += [*again, event]
+            again = []
     return result + again
 
 
-def _recomputes_early_stop(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _recomputes_early_stop(ours: list[Event], context: Context) -> list[Event]:
     if not str(context.config.get("ac", "")).endswith("early_stop=True"):
         return ours
     return without(
-        ours, lambda e: e.phase == "backward" and is_forward(e) and ".mlp.down_proj" in e.name and e.op != "all_gather"
+        ours,
+        lambda e: (
+            e.phase == "backward" and is_forward(e) and ".mlp.down_proj" in e.name and e.op != "all_gather"
+        ),
     )
 
 
-def _root_is_one_unit(ours: list[Event], theirs: Sequence[Event], context: Context) -> list[Event]:
+def _root_is_one_unit(ours: list[Event], context: Context) -> list[Event]:
     """The root's unit holds embedding and head: gathered first in forward and backward, scattered last."""
     if context.config.get("wrap") != "blocks_only":
         return ours
@@ -154,7 +159,10 @@ def _root_is_one_unit(ours: list[Event], theirs: Sequence[Event], context: Conte
         steps = [e for e in rest if e.micro_batch == batch]
         forward = [e for e in steps if e.phase == "forward"]
         root = replace(gathers[0], bytes=sum(e.bytes for e in gathers))
-        result += [root, *forward, replace(root, phase="backward")]
+        result += [root, *forward]
+        result += (
+            [replace(root, phase="backward")] if context.config["reshard_after_forward"] is not False else []
+        )
         result += [e for e in steps if e.phase == "backward"]
         result += [replace(scatters[0], bytes=sum(e.bytes for e in scatters))] if scatters else []
     return result + [e for e in rest if e.micro_batch < 0]
@@ -208,13 +216,13 @@ TORCH_RULES = (
     ),
     Explanation(
         "recomputation-stopped-early",
-        "torch's checkpoint stops once all saved tensors are there, so the last reduction of a block is not repeated "
-        "(L fewer); Stage repeats it as Megatron-core does",
+        "torch's checkpoint stops once all saved tensors are there, so a block's last reduction is not "
+        "repeated (L fewer); Stage repeats it as Megatron-core does",
         _recomputes_early_stop,
     ),
     Explanation(
         "root-is-one-unit",
-        "where only blocks are wrapped, embedding, last norm and output are one unit: one gather, kept through forward, "
+        "where only blocks are wrapped, embedding, last norm and output are one unit: one gather before forward, "
         "one more in backward, and one reduce-scatter at its end",
         _root_is_one_unit,
     ),
