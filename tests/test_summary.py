@@ -8,8 +8,9 @@ import pytest
 import sympy
 
 import stage
-from stage.catalog import list_models, list_strategies
+from stage.catalog import list_models, list_strategies, load_strategy
 from stage.errors import StageError, TraceError
+from stage.strategy import Strategy
 from stage.summary import model_summary, trace_summary
 from stage.symbols import size
 
@@ -26,10 +27,10 @@ def parsed(text: str) -> sympy.Expr:
 
 
 def same(text: str, expected: str) -> bool:
-    return sympy.expand(parsed(text) - parsed(expected)) == 0
+    return bool(sympy.expand(parsed(text) - parsed(expected)) == 0)
 
 
-def forms(model: str, strategy: str, **options: Any) -> dict[str, Any]:
+def forms(model: str, strategy: str | Strategy, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = model_summary(model, strategy=strategy, **options)["closed_forms"]
     return found
 
@@ -66,9 +67,13 @@ def test_flops_of_a_llama_layer_are_those_of_the_paper() -> None:
 
 
 def test_bytes_of_a_llama_layer_are_operands_and_results() -> None:
-    forward = {op["name"]: op["bytes"] for op in block(forms("llama3-8b", "megatron_sp"), "layer")["forward"]["ops"]}
+    forward = {
+        op["name"]: op["bytes"] for op in block(forms("llama3-8b", "megatron_sp"), "layer")["forward"]["ops"]
+    }
     projected = "(heads + 2*kv_heads)/tp*head_dim"
-    assert same(forward["attn.qkv_proj"], f"2*({TOKENS}*d_model + d_model*{projected} + {TOKENS}*{projected})")
+    assert same(
+        forward["attn.qkv_proj"], f"2*({TOKENS}*d_model + d_model*{projected} + {TOKENS}*{projected})"
+    )
     assert same(forward["mlp.residual"], f"2*3*{TOKENS}*d_model/tp")
 
 
@@ -87,19 +92,30 @@ def test_communication_of_a_llama_layer_is_that_of_sequence_parallelism() -> Non
         assert entry["bytes_value"] == 2 * 4096 * 8192 // (2 if entry["kind"] == "all_gather" else 1)
 
 
+def test_parts_of_axes_are_said_with_their_degrees() -> None:
+    assert forms("llama3-8b", "megatron_sp", tp=16)["parts"] == {"tp_kv": 8}
+    assert forms("llama3-8b", "hsdp")["parts"] == {"dp_shard": 2}
+
+
 def test_parameters_on_a_device_are_those_that_tp_shards_and_the_norms() -> None:
     found = forms("llama3-8b", "megatron_sp", tp=4)
     layer = "d_model*(2*heads + 2*kv_heads)*head_dim/tp + 3*d_model*d_ff/tp + 2*d_model"
     assert same(block(found, "layer")["parameters"], layer)
     assert same(found["parameters"], f"32*({layer}) + 2*vocab*d_model/tp + d_model")
-    assert same(forms("llama3-8b", "fsdp", dp=4)["parameters"], f"(32*({layer}) + 2*vocab*d_model + d_model)/dp".replace("/tp", ""))
+    assert same(
+        forms("llama3-8b", "fsdp", dp=4)["parameters"],
+        f"(32*({layer}) + 2*vocab*d_model + d_model)/dp".replace("/tp", ""),
+    )
     expected = 32 * (4096 * 80 * 128 // 4 + 3 * 4096 * 14336 // 4 + 2 * 4096) + 2 * 128512 * 4096 // 4 + 4096
     assert found["parameters_value"] == expected
 
 
 def test_a_tied_table_is_on_a_device_once_unless_the_pipeline_parts_its_users() -> None:
     assert block(forms("qwen3-0.6b", "megatron_sp", tp=2), "head")["parameters"] == "d_model"
-    assert same(block(forms("qwen3-0.6b", "megatron_sp", tp=2, pp=2), "head")["parameters"], "d_model + vocab*d_model/tp")
+    assert same(
+        block(forms("qwen3-0.6b", "megatron_sp", tp=2, pp=2), "head")["parameters"],
+        "d_model + vocab*d_model/tp",
+    )
 
 
 def test_experts_have_their_own_axes() -> None:
@@ -109,9 +125,15 @@ def test_experts_have_their_own_axes() -> None:
     assert same(dispatch[0]["bytes"], "2*batch*seq*top_k*d_model/(dp*tp)")
     assert dispatch[0]["bytes_value"] == 2 * 4 * 32768 * 2 * 4096 // 8
     shards = [entry for entry in layer["data_parallel"] if entry["tensors"].startswith("expert")]
-    assert [(entry["kind"], entry["axes"]) for entry in shards] == [("reduce_scatter", "edp"), ("all_gather", "edp")]
+    assert [(entry["kind"], entry["axes"]) for entry in shards] == [
+        ("reduce_scatter", "edp"),
+        ("all_gather", "edp"),
+    ]
     assert same(shards[1]["bytes"], "2*3*d_model*expert_d_ff*experts/(dp*tp)")  # edp x ep is dp x tp
-    assert same(layer["parameters"].replace("experts/ep", "E"), "3*d_model*expert_d_ff*E + d_model*experts + 2*d_model + 2*d_model*(heads + kv_heads)*head_dim/tp")
+    assert same(
+        layer["parameters"].replace("experts/ep", "E"),
+        "3*d_model*expert_d_ff*E + d_model*experts + 2*d_model + 2*d_model*(heads + kv_heads)*head_dim/tp",
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,14 +172,20 @@ def test_data_parallelism_of_a_layer(strategy: str, expected: set[tuple[str, str
     parameters = 4096 * 80 * 128 + 3 * 4096 * 14336 + 2 * 4096
     for entry in layer["data_parallel"]:
         width = 4 if entry["tensors"] == "gradients" else 2
-        shards = {"hsdp": 2}.get(strategy, 4) if entry["kind"] == "all_gather" or entry["axes"] == "dp_replicate" else 1
+        shards = (
+            {"hsdp": 2}.get(strategy, 4)
+            if entry["kind"] == "all_gather" or entry["axes"] == "dp_replicate"
+            else 1
+        )
         assert entry["bytes_value"] == width * parameters // shards, entry
 
 
 NAME = re.compile(r"(?P<block>[a-z_]+)(?P<layer>\d*)\.(?P<name>.+)/(?P<phase>[a-z]+)(/mb0)?")
 
 
-def traced(traces: stage.TraceSet) -> tuple[dict[tuple[str, str, str], tuple[Any, ...]], Counter[tuple[str, str]]]:
+def traced(
+    traces: stage.TraceSet,
+) -> tuple[dict[tuple[str, str, str], tuple[Any, ...]], Counter[tuple[str, str]]]:
     """Work of the nodes of rank 0, and bytes of its communication outside of blocks."""
     found: dict[tuple[str, str, str], tuple[Any, ...]] = {}
     rest: Counter[tuple[str, str]] = Counter()
@@ -169,7 +197,11 @@ def traced(traces: stage.TraceSet) -> tuple[dict[tuple[str, str, str], tuple[Any
             values: tuple[Any, ...] = (node.get("num_ops"), node.get("tensor_size"))
         else:
             values = (node.get("comm_size"),)
-        assert found.setdefault(key, values) == values or "bucket" in match["block"] or match["block"] == "optimizer", key
+        assert (
+            found.setdefault(key, values) == values
+            or "bucket" in match["block"]
+            or match["block"] == "optimizer"
+        ), key
         if node.get("comm_size") and match["block"] == "optimizer":
             rest[match["block"], match["name"]] += int(str(node.get("comm_size")))
     return found, rest
@@ -179,46 +211,77 @@ def traced(traces: stage.TraceSet) -> tuple[dict[tuple[str, str, str], tuple[Any
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", FAMILIES)
 def test_values_are_those_of_the_nodes_of_a_trace(model: str, strategy: str) -> None:
-    found = forms(model, strategy, **SMALL, bucket_size=0, clip=False)
-    degrees = dict(found["degrees"])
+    agree(model, strategy, {})
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "options"),
+    [
+        ("llama3-8b", "megatron_sp", {"tp": 16}),  # more ranks than KV heads
+        ("llama3-8b", "megatron", {"tp": 4, "recompute": "full"}),
+        ("llama3-8b", "megatron_sp", {"tp": 4, "recompute": "selective", "attention": "unfused"}),
+        ("llama3-8b", load_strategy("fsdp").replace(reshard_after_forward=False), {"dp": 8}),
+        ("llama3-8b", load_strategy("fsdp").replace(reshard_after_forward=2), {"dp": 8}),
+        ("llama3-8b", "ddp", {"dp": 2, "grad_dtype": "bf16", "mask": "full", "dropout": True}),
+        ("mixtral-8x7b", "megatron_moe", {"dp": 2, "tp": 2, "ep": 2}),
+        ("mixtral-8x7b", "megatron_moe", {"dp": 2, "tp": 4, "ep": 4, "etp": 2}),
+        ("deepseek-v3", "megatron_moe", {"dp": 8, "cp": 2, "tp": 2, "ep": 16, "mtp": True}),
+        ("gpt-oss-20b", "megatron_moe", {"tp": 2, "seq": 64}),  # a window wider than the sequence
+    ],
+)
+def test_values_agree_at_other_degrees_and_options(
+    model: str, strategy: str | Strategy, options: dict[str, Any]
+) -> None:
+    agree(model, strategy, options)
+
+
+def agree(model: str, strategy: str | Strategy, options: dict[str, Any]) -> None:
+    options = {**SMALL, "bucket_size": 0, "clip": False, **options}
+    found = forms(model, strategy, **options)
     shard = {"dp_shard": 2} if strategy == "hsdp" else {}
-    traces = stage.synthesize(
-        model, strategy, batch=found["batch"], bucket_size=0, clip=False, **SMALL, **degrees, **shard
-    )
-    nodes, rest = traced(traces)
+    given = {**options, **found["degrees"], **shard}
+    nodes, rest = traced(stage.synthesize(model, strategy, batch=found["batch"], **given))
     seen = 0
     for entry in found["blocks"]:
         for phase in ("forward", "backward"):
             for op in entry[phase]["ops"]:
-                assert nodes[entry["kind"], op["name"], op["phase"]] == (op["flops_value"], op["bytes_value"]), op
+                assert nodes[entry["kind"], op["name"], op["phase"]] == (
+                    op["flops_value"],
+                    op["bytes_value"],
+                ), op
                 seen += 1
             for sent in entry[phase]["communication"]:
                 for name in sent["nodes"]:
-                    assert nodes[entry["kind"], name, phase] == (sent["bytes_value"],), name
+                    assert nodes[entry["kind"], name, sent["phase"]] == (sent["bytes_value"],), name
                     seen += 1
         seen += gathered(entry, nodes)
     assert seen == sum(kind != "optimizer" and "bucket" not in kind for kind, _, _ in nodes)
     sums = [
-        e["bytes_value"] * b["count"] for b in found["blocks"] for e in b["data_parallel"] if e["tensors"].startswith("replicated")
+        e["bytes_value"] * b["count"]
+        for b in found["blocks"]
+        for e in b["data_parallel"]
+        if e["tensors"].startswith("replicated")
     ]
     assert sum(sums) == sum(size for (_, name), size in rest.items() if name.startswith("replicated"))
 
 
 def gathered(entry: dict[str, Any], nodes: dict[tuple[str, str, str], tuple[Any, ...]]) -> int:
     """How many nodes of a block's own data-parallel communication there are, each as its closed form says."""
-    expected: Counter[tuple[str, str]] = Counter()
+    expected: dict[tuple[str, str, bool], set[int]] = {}
     for sent in entry["data_parallel"]:
-        if not sent["tensors"].startswith("replicated"):
-            suffix = "_expert" if sent["tensors"].startswith("expert") else ""
-            expected[f"{sent['tensors'].split()[-1]}{suffix}.{sent['kind']}", ""] += sent["bytes_value"]
-    own = {
-        (name, phase): size
-        for (kind, name, phase), size in nodes.items()
-        if kind == entry["kind"] and re.fullmatch(r"(parameters|gradients)(_expert)?\.[a-z_]+", name)
-    }
-    for (name, _), size in own.items():
-        assert size == (expected[name, ""],), name
-    return len(own)
+        key = (
+            sent["tensors"].removeprefix("expert ").split()[0],
+            sent["kind"],
+            sent["tensors"].startswith("expert"),
+        )
+        expected.setdefault(key, set()).add(sent["bytes_value"])
+    own = 0
+    for (kind, name, _), (amount, *_) in nodes.items():
+        match = re.fullmatch(r"(parameters|gradients)(_expert)?[a-z_]*\.([a-z_]+)", name)
+        if kind == entry["kind"] and match:
+            assert amount in expected[match[1], match[3], bool(match[2])], name
+            own += 1
+    return own
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -306,9 +369,10 @@ def test_a_trace_set_without_a_manifest_is_read_and_sorted_into_classes(traces: 
         assert [one[key] for key in ("ranks", "nodes", "num_ops", "memory_bytes")] == [
             other[key] for key in ("ranks", "nodes", "num_ops", "memory_bytes")
         ]
-    assert Counter((e["class"], e["kind"], e["group"]) for e in own["communication"]).keys() == Counter(
-        (e["class"], e["kind"], e["group"]) for e in foreign["communication"]
-    ).keys()
+    assert (
+        Counter((e["class"], e["kind"], e["group"]) for e in own["communication"]).keys()
+        == Counter((e["class"], e["kind"], e["group"]) for e in foreign["communication"]).keys()
+    )
     assert foreign["nodes"] == own["nodes"]
 
 

@@ -54,9 +54,13 @@ def print_table(records: Sequence[Mapping[str, object]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for key in columns:
         numeric = all(isinstance(record.get(key, 0), int | float) for record in records)
-        longest = max(len(word) for record in records for word in quantity(key, record.get(key)).split() or [""])
+        longest = max(
+            len(word) for record in records for word in quantity(key, record.get(key)).split() or [""]
+        )
         width = min(longest, MOST_KEPT_WHOLE)
-        table.add_column(_words(key), justify="right" if numeric else "left", overflow="fold", min_width=width)
+        table.add_column(
+            _words(key), justify="right" if numeric else "left", overflow="fold", min_width=width
+        )
     for record in records:
         table.add_row(*(quantity(key, record.get(key)) for key in columns))
     console = _console()

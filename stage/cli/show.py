@@ -34,7 +34,9 @@ Rank = Annotated[int | None, typer.Option("--rank", min=0, help="One rank of a t
 
 
 def _degree(axis: str, text: str) -> typer.models.OptionInfo:
-    info: typer.models.OptionInfo = typer.Option(f"--{axis}", min=1, metavar="N", help=text, rich_help_panel="Mesh")
+    info: typer.models.OptionInfo = typer.Option(
+        f"--{axis}", min=1, metavar="N", help=text, rich_help_panel="Mesh"
+    )
     return info
 
 
@@ -67,7 +69,9 @@ def show(
 ) -> None:
     """Print the summary of a model or of a trace set."""
     given = parse_sizes(sizes or [])
-    degrees = {axis: n for axis, n in (("dp", dp), ("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep), ("etp", etp)) if n}
+    degrees = {
+        axis: n for axis, n in (("dp", dp), ("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep), ("etp", etp)) if n
+    }
     if _is_trace_set(Path(target)):
         if strategy is not None or batch is not None or seq is not None or given or degrees:
             raise StageError(

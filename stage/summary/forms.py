@@ -26,6 +26,8 @@ from stage.tensor import Size, Tensor, resolve_dtypes
 
 __all__ = ["block_forms", "closed_forms"]
 
+Entry = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class _Pricing:
@@ -44,7 +46,10 @@ class _Pricing:
         """Work and traffic of one kernel."""
         op = get_op(node.op)
         ins, outs = self.tensors(graph, node.inputs), self.tensors(graph, node.outputs)
-        flops, moved = tidy(op.flops(node.attrs, ins, outs)), tidy(op.bytes(node.attrs, ins, outs, self.width))
+        flops, moved = (
+            tidy(op.flops(node.attrs, ins, outs)),
+            tidy(op.bytes(node.attrs, ins, outs, self.width)),
+        )
         return {
             "name": node.name,
             "op": node.op,
@@ -63,15 +68,14 @@ class _Pricing:
 
     def communication(self, graph: Graph) -> list[dict[str, Any]]:
         """The collectives of a graph, those alike in one entry."""
-        found: dict[tuple[str, str, str], dict[str, Any]] = {}
+        found: dict[tuple[str, ...], dict[str, Any]] = {}
         for node in graph.nodes:
             if not is_collective(node.op):
                 continue
             axes, size = " x ".join(self.local.words(node.attrs["step"].axes)), self.sent(graph, node)
-            entry = found.setdefault(
-                (node.op, axes, str(size)),
-                {"kind": node.op, "axes": axes, "count": 0, "bytes": str(size), "bytes_value": self.local.value(size), "nodes": []},
-            )
+            fresh = {"phase": node.phase, "kind": node.op, "axes": axes, "count": 0, "bytes": str(size)}
+            fresh |= {"bytes_value": self.local.value(size), "nodes": []}
+            entry = found.setdefault((node.phase, node.op, axes, str(size)), fresh)
             entry["count"] += 1
             entry["nodes"].append(node.name)
         return list(found.values())
@@ -92,7 +96,9 @@ class _Pricing:
         for node in nodes:
             op = get_op(node.op)
             if op.is_matmul:
-                total += op.flops(node.attrs, self.tensors(graph, node.inputs), self.tensors(graph, node.outputs))
+                total += op.flops(
+                    node.attrs, self.tensors(graph, node.inputs), self.tensors(graph, node.outputs)
+                )
         return tidy(total)
 
 
@@ -126,7 +132,10 @@ def block_forms(
 
 
 def closed_forms(request: Request) -> dict[str, Any]:
-    """The closed forms of each kind of block, of the whole model's parameters, and of a message between stages."""
+    """The closed forms of each kind of block, of the whole model's parameters, and of a message between stages.
+
+    `degrees` are those of the request; `parts` are parts of axes that expressions name (`tp_kv`, `dp_shard`).
+    """
     price = pricing(request)
     blocks, parameters, seen = [], sympy.Integer(0), frozenset[str]()
     for block in dict.fromkeys(request.model.blocks):
@@ -142,22 +151,29 @@ def closed_forms(request: Request) -> dict[str, Any]:
     return {
         "strategy": request.strategy.name,
         "degrees": {axis: degree for axis, degree in request.degrees.items() if degree > 1},
+        "parts": {word: n for word, n in price.local.used().items() if word not in request.degrees},
         "batch": request.sizes["batch"],
         "seq": request.seq,
         "vocab": request.sizes["vocab"],
         "parameters": str(tidy(parameters)),
         "parameters_value": price.local.value(parameters),
-        "flops": _by_phase(blocks, lambda phase: [{key: phase[f"matmul_{key}"] for key in ("flops", "flops_value")}]),
+        "flops": _by_phase(
+            blocks, lambda phase: [{key: phase[f"matmul_{key}"] for key in ("flops", "flops_value")}]
+        ),
         "communication": _by_phase(blocks, lambda phase: phase["communication"]),
         "blocks": blocks,
         "message": {"bytes": str(message), "bytes_value": price.local.value(message)},
     }
 
 
-def _by_phase(blocks: list[dict[str, Any]], entries: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _by_phase(blocks: list[Entry], entries: Callable[[Entry], list[Entry]]) -> list[Entry]:
     """What every block has in both phases, one after another."""
     return [
-        {"block": block["kind"], "phase": phase, **{key: value for key, value in entry.items() if key != "nodes"}}
+        {
+            "block": block["kind"],
+            "phase": phase,
+            **{key: value for key, value in entry.items() if key != "nodes"},
+        }
         for phase in ("forward", "backward")
         for block in blocks
         for entry in entries(block[phase])

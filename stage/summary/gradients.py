@@ -20,16 +20,22 @@ from stage.trace.parameters import Parameter, Sharding, unit_parameters
 
 __all__ = ["data_parallel", "stored_parameters"]
 
-Group = tuple[bool, tuple[str, ...]]
+Axes = tuple[str, ...]
+Members = list[tuple[Parameter, Size]]
+"""Parameters, each with the expression of the elements that one device computes with."""
 
 
 def sharding(request: Request) -> Sharding:
     """What data parallelism shards in this job."""
     split = request.strategy.dp_shard is not None
-    return Sharding(request.strategy.zero, frozenset(request.mesh.expand(["dp_replicate"])) if split else frozenset())
+    return Sharding(
+        request.strategy.zero, frozenset(request.mesh.expand(["dp_replicate"])) if split else frozenset()
+    )
 
 
-def stored_parameters(request: Request, graph: Graph, local: Local, skip: frozenset[str] = frozenset()) -> Size:
+def stored_parameters(
+    request: Request, graph: Graph, local: Local, skip: frozenset[str] = frozenset()
+) -> Size:
     """Parameters of a block that one device stores between steps, but for those to `skip`, as an expression."""
     found = _elements(request, graph, local, skip)
     shards = sharding(request)
@@ -42,11 +48,16 @@ def _is_whole(p: Parameter, shards: Sharding) -> bool:
     return shards.zero < 3 or not shards.split(p.data)[0]
 
 
-def _elements(request: Request, graph: Graph, local: Local, skip: frozenset[str]) -> list[tuple[Parameter, Size]]:
+def _elements(request: Request, graph: Graph, local: Local, skip: frozenset[str]) -> Members:
     """Each parameter of a block with the expression of the elements that one device computes with."""
-    concrete = Concrete(symbol_values(request), request.mesh, {"compute": request.dtype, "gradient": request.grad_dtype})
+    dtypes = {"compute": request.dtype, "gradient": request.grad_dtype}
+    concrete = Concrete(symbol_values(request), request.mesh, dtypes)
     numbers = {p.name: p for p in unit_parameters(graph, concrete)}
-    return [(numbers[t.name], local.tensor(t, graph.layouts[t.name]).elements) for t in graph.parameters if t.name not in skip]
+    return [
+        (numbers[t.name], local.tensor(t, graph.layouts[t.name]).elements)
+        for t in graph.parameters
+        if t.name not in skip
+    ]
 
 
 def _shard(p: Parameter, size: Size, request: Request, shards: Sharding, local: Local) -> Size:
@@ -69,23 +80,27 @@ def data_parallel(
     own = [(p, size) for p, size in members if p.name not in skip]
     entries = _gathers(request, block, members, local) if request.strategy.zero == 3 else []
     for (expert, data), group in _by_axes(own):
-        entries += _reductions(request, local, "expert " if expert else "", sharding(request).split(data), group)
+        entries += _reductions(
+            request, local, "expert " if expert else "", sharding(request).split(data), group
+        )
     return entries + _replicated(request, own, local)
 
 
-def _by_axes(members: list[tuple[Parameter, Size]]) -> list[tuple[Group, list[tuple[Parameter, Size]]]]:
+def _by_axes(members: Members) -> list[tuple[tuple[bool, Axes], Members]]:
     """Parameters whose gradients are reduced over the same axes."""
-    groups: dict[Group, list[tuple[Parameter, Size]]] = {}
+    groups: dict[tuple[bool, Axes], Members] = {}
     for p, size in members:
         groups.setdefault((p.expert, p.data), []).append((p, size))
     return sorted(groups.items(), key=lambda item: item[0])
 
 
-def _gathers(
-    request: Request, block: Block, members: list[tuple[Parameter, Size]], local: Local
-) -> list[dict[str, Any]]:
+def _gathers(request: Request, block: Block, members: Members, local: Local) -> list[dict[str, Any]]:
     """The all-gathers of FSDP before a block's forward and, but for the head, before its backward."""
-    shards, width, keep = sharding(request), dtype_bytes(request.dtype), request.strategy.reshard_after_forward
+    shards, width, keep = (
+        sharding(request),
+        dtype_bytes(request.dtype),
+        request.strategy.reshard_after_forward,
+    )
     found = []
     for (expert, data), group in _by_axes(members):
         inner, name = shards.split(data)[0], "expert parameters" if expert else "parameters"
@@ -103,7 +118,7 @@ def _gathers(
 
 
 def _reductions(
-    request: Request, local: Local, prefix: str, axes: tuple[tuple[str, ...], tuple[str, ...]], group: list[tuple[Parameter, Size]]
+    request: Request, local: Local, prefix: str, axes: tuple[Axes, Axes], group: Members
 ) -> list[dict[str, Any]]:
     """The reduction of gradients over these axes, and the gather of parameters that a sharded optimizer updated."""
     (inner, outer), zero, shards = axes, request.strategy.zero, sharding(request)
@@ -116,7 +131,9 @@ def _reductions(
     per = "micro-batch" if request.grad_reduce == "microbatch" else "step"
     found = []
     if inner:
-        found.append(_entry(f"{prefix}gradients", "reduce_scatter", inner, 1, per, part * degree * gradient, local))
+        found.append(
+            _entry(f"{prefix}gradients", "reduce_scatter", inner, 1, per, part * degree * gradient, local)
+        )
     if outer:
         found.append(_entry(f"{prefix}gradients", "all_reduce", outer, 1, per, part * gradient, local))
     if 0 < zero < 3 and inner:
@@ -124,21 +141,29 @@ def _reductions(
     return found
 
 
-def _replicated(request: Request, members: list[tuple[Parameter, Size]], local: Local) -> list[dict[str, Any]]:
+def _replicated(request: Request, members: Members, local: Local) -> list[dict[str, Any]]:
     """Sums of the gradients of parameters that several devices of one model replica hold alike."""
     shards, width = sharding(request), dtype_bytes(request.grad_dtype)
-    sums: dict[tuple[str, ...], Size] = {}
+    sums: dict[Axes, Size] = {}
     for p, size in members:
         if p.model:
             held = size if _is_whole(p, shards) else _shard(p, size, request, shards, local)
             sums[p.model] = sums.get(p.model, sympy.Integer(0)) + held
     return [
-        _entry("replicated gradients", "all_reduce", axes, 1, "step", size * width, local) for axes, size in sorted(sums.items())
+        _entry("replicated gradients", "all_reduce", axes, 1, "step", size * width, local)
+        for axes, size in sorted(sums.items())
     ]
 
 
-def _entry(tensor: str, kind: str, axes: tuple[str, ...], count: int, per: str, size: Size, local: Local) -> dict[str, Any]:
+def _entry(
+    tensor: str, kind: str, axes: Axes, count: int, per: str, size: Size, local: Local
+) -> dict[str, Any]:
     return {
-        "tensors": tensor, "kind": kind, "axes": " x ".join(local.words(axes)), "count": count, "per": per,
-        "bytes": str(tidy(size)), "bytes_value": local.value(size),
+        "tensors": tensor,
+        "kind": kind,
+        "axes": " x ".join(local.words(axes)),
+        "count": count,
+        "per": per,
+        "bytes": str(tidy(size)),
+        "bytes_value": local.value(size),
     }

@@ -44,8 +44,15 @@ class Local:
         `edp`, which nobody gives, is written as what is left of dp x cp x tp beside the experts' axes.
         """
         if atoms not in self._degrees:
-            self._degrees[atoms] = prod((self._symbol(word) for word in self.words(atoms)), start=sympy.Integer(1))
+            self._degrees[atoms] = prod(
+                (self._symbol(word) for word in self.words(atoms)), start=sympy.Integer(1)
+            )
         return self._degrees[atoms]
+
+    def used(self) -> dict[str, int]:
+        """The axes and parts of axes that expressions have named so far, with their degrees."""
+        words = sorted({word for atoms in self._degrees for word in self.words(atoms)} - {"edp"})
+        return {word: self.mesh.degree(word) for word in words}
 
     def _symbol(self, word: str) -> Size:
         if word != "edp":
@@ -68,7 +75,9 @@ class Local:
     def value(self, expr: Size) -> int:
         """What an expression comes to at the mesh's degrees; a fraction, as of an expert's slots, is rounded."""
         known = dict(self.values)
-        known |= {s.name: self.mesh.degree(s.name) for s in sympy.sympify(expr).free_symbols if s.name not in known}
+        known |= {
+            s.name: self.mesh.degree(s.name) for s in sympy.sympify(expr).free_symbols if s.name not in known
+        }
         return round(exact(expr, known))
 
 

@@ -33,7 +33,13 @@ def totals(program: Program, group_size: Callable[[tuple[str, ...]], int]) -> di
         "model_flops": model,
         "memory_bytes": moved,
         "communication": [
-            {"kind": kind, "axes": list(axes), "group": group_size(axes) if axes else 2, "count": n, "bytes": size}
+            {
+                "kind": kind,
+                "axes": list(axes),
+                "group": group_size(axes) if axes else 2,
+                "count": n,
+                "bytes": size,
+            }
             for (kind, axes), (n, size) in sorted(communication.items())
         ],
     }
