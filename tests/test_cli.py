@@ -246,7 +246,13 @@ up (again)  2 batch seq / tp  batch
 
 def test_show_prints_what_the_library_reports(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     asked: list[tuple[object, dict[str, object]]] = []
-    sent = {"kind": "all_gather", "axes": "tp", "count": 2, "bytes": "2*batch*seq**2/(cp*dp)", "bytes_value": 2**21}
+    sent = {
+        "kind": "all_gather",
+        "axes": "tp",
+        "count": 2,
+        "bytes": "2*batch*seq**2/(cp*dp)",
+        "bytes_value": 2**21,
+    }
     op = {"name": "up", "phase": "forward", "flops": "2*batch*seq/tp", "bytes": "batch"}
     again = {"name": "up", "phase": "recompute", "flops": "2*batch*seq/tp", "bytes": "batch"}
     forms = {
