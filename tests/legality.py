@@ -83,7 +83,11 @@ class Checker:
         unordered = frozenset(i for i, dim in enumerate(tensor.dims) if dim.name in UNORDERED)
         if step.kind != node.op:
             yield f"its step is a {step.kind}"
-        after = step.apply(graph.layouts[node.inputs[0]], unordered=unordered)
+        try:
+            after = step.apply(graph.layouts[node.inputs[0]], unordered=unordered)
+        except AssertionError as error:
+            yield str(error)
+            return
         if not same(after, graph.layouts[node.outputs[0]], unordered):
             yield f"its step leads to {after}, not to {graph.layouts[node.outputs[0]]}"
 
