@@ -8,6 +8,7 @@ import typer
 from stage.cli.options import Attention, Batch, Json, Mask, Mtp, Seq, Sizes, StrategyName, complete_model
 from stage.cli.output import print_json, print_report
 from stage.cli.parse import parse_sizes
+from stage.cli.source import is_trace_set, open_source
 from stage.errors import StageError
 
 __all__ = ["HELP", "show"]
@@ -20,12 +21,14 @@ Examples:
   stage show llama3-8b --batch 1 --seq 8192 --mask full --json
   stage show llama3-8b --strategy megatron_sp      closed forms
   stage show traces/
-  stage show traces/ --rank 0"""
+  stage show job.stage --rank 0"""
 
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL|DIR", help="A model, or a folder of traces.", autocompletion=complete_model
+        metavar="MODEL|DIR|BUNDLE",
+        help="A model, a folder of traces, or a bundle.",
+        autocompletion=complete_model,
     ),
 ]
 Rank = Annotated[int | None, typer.Option("--rank", min=0, help="One rank of a trace set, node by node.")]
@@ -46,14 +49,14 @@ def show(
 ) -> None:
     """Print the summary of a model or of a trace set."""
     given = parse_sizes(sizes or [])
-    if _is_trace_set(Path(target)):
+    if is_trace_set(Path(target)):
         if strategy is not None or batch is not None or seq is not None or given:
             raise StageError(
                 f"{target}: is a folder of traces; --strategy, --batch, --seq and --set are for models"
             )
         from stage.summary import trace_summary
 
-        report = trace_summary(Path(target), rank=rank)
+        report = trace_summary(open_source(Path(target)), rank=rank)
     elif rank is not None:
         raise StageError(
             f"{target}: holds no traces, so it has no rank {rank}; --rank is for folders of traces"
@@ -75,7 +78,3 @@ def show(
         print_json(report)
     else:
         print_report(report)
-
-
-def _is_trace_set(path: Path) -> bool:
-    return path.is_dir() and ((path / "manifest.json").exists() or any(path.glob("*.et")))
