@@ -75,8 +75,9 @@ class TraceSet:
     @staticmethod
     def of(job: Job) -> "TraceSet":
         """The trace set of a job."""
-        description = {**job.description, "schema": SCHEMA_VERSION}
-        return TraceSet(job.classes(), description, [totals(program) for program in job.programs])
+        classes = job.classes()
+        summaries = [totals(program, classes.groups.size) for program in job.programs]
+        return TraceSet(classes, {**job.description, "schema": SCHEMA_VERSION}, summaries)
 
     @staticmethod
     def open(path: str | Path) -> "DirectorySource | TraceSet":

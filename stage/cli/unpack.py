@@ -9,6 +9,7 @@ import typer
 from stage.cli.options import Json
 from stage.cli.output import print_json, print_report, progress_bar
 from stage.cli.parse import parse_ranks
+from stage.cli.source import open_source
 from stage.errors import StageError
 
 __all__ = ["HELP", "unpack"]
@@ -32,15 +33,14 @@ def unpack(
     bundle: BundleFile, out: Out, ranks: Ranks = None, force: Force = False, json: Json = False
 ) -> None:
     """Write the ranks of a bundle into a folder, and print what was written."""
-    from stage.traceset import TraceSet
-
     started = time.perf_counter()
     wanted = None if ranks is None else parse_ranks(ranks)
     if not bundle.exists():
         raise StageError(f"{bundle}: there is no such file; give a bundle")
-    traces = TraceSet.open(bundle)
-    if not isinstance(traces, TraceSet):
-        raise StageError(f"{bundle}: is a folder of traces already; give a bundle")
+    if bundle.is_dir():
+        raise StageError(f"{bundle}: is a folder, and its traces are files already; give a bundle")
+    traces = open_source(bundle)
+    assert not isinstance(traces, Path)
     with progress_bar("writing traces", quiet=json) as progress:
         summary = traces.write(out, ranks=wanted, force=force, progress=progress)
     report = {"out": str(out), **summary, "seconds": round(time.perf_counter() - started, 3)}
