@@ -13,6 +13,8 @@ from stage.errors import MeshError, ModelError, StageError, StrategyError
 from stage.graph import Options
 from stage.mesh import Mesh, build_mesh
 from stage.model import Model, SizeValue
+from stage.pipeline.schedule import Pipeline
+from stage.pipeline.schedules import plan_pipeline
 from stage.strategy import Strategy
 from stage.symbols import dtype_bytes
 
@@ -37,7 +39,7 @@ class Request:
     sizes: Mapping[str, int]
     batch: int
     micro_batch: int
-    micro_batches: int
+    pipeline: Pipeline
     seq: int
     dtype: str
     grad_dtype: str
@@ -46,6 +48,11 @@ class Request:
     steps: int
     stage_layers: tuple[int, ...] | None
     placement: tuple[int, ...] | None
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.pipeline.micro_batches
 
 
 def build_model(
@@ -180,7 +187,7 @@ def resolve_request(
     cp: int = 1,
     ep: int = 1,
     etp: int = 1,
-    vpp: int = 1,
+    vpp: int | None = None,
     dp_shard: int | None = None,
     batch: int | None = None,
     micro_batch: int = 1,
@@ -210,15 +217,12 @@ def resolve_request(
         dropout,
     )
     built, origin = build_model(model, sizes, options=options, mtp=mtp)
-    if vpp != 1:
-        raise StrategyError(
-            f"vpp = {vpp} needs an interleaved schedule, and 1f1b and gpipe have none; set --vpp 1"
-        )
     chosen = _strategy(
         strategy,
         built,
         {
             "schedule": schedule,
+            "vpp": vpp,
             "zero": zero,
             "recompute": recompute,
             "bucket_size": bucket_size,
@@ -249,7 +253,7 @@ def resolve_request(
         | {"batch": micro_batch * degrees["dp"], "seq": seq},
         batch=batch,
         micro_batch=micro_batch,
-        micro_batches=micro_batches,
+        pipeline=plan_pipeline(chosen.schedule, degrees["pp"], micro_batches, chosen.vpp),
         seq=seq,
         dtype=dtype,
         grad_dtype=grad_dtype,

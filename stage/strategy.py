@@ -34,7 +34,7 @@ DIMS = (
     "batch",
     "seq",
 )
-SCHEDULES = ("1f1b", "gpipe")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 RECOMPUTE = ("none", "full", "selective")
 ARCHITECTURES = ("dense", "moe")
 
@@ -46,9 +46,9 @@ class Strategy:
     >>> strategy = parse_strategy('shard = {heads = ["tp"], batch = ["dp"]}', "mine", "mine.toml")
     >>> strategy.axes("heads"), strategy.axes("seq"), strategy.replace(zero=3, schedule=None).zero
     (('tp',), (), 3)
-    >>> strategy.replace(schedule="zigzag")
+    >>> strategy.replace(schedule="zigzag")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    stage.errors.StrategyError: strategy mine: schedule is 'zigzag'; known: 1f1b, gpipe
+    stage.errors.StrategyError: strategy mine: schedule is 'zigzag'; known: 1f1b, gpipe, interleaved, looped-bfs, ...
     """
 
     name: str
@@ -57,6 +57,7 @@ class Strategy:
     source: str = ""
     mesh: tuple[str, ...] = MESH
     schedule: str = "1f1b"
+    vpp: int | None = None  # virtual stages a rank; None is the least that the schedule can have
     recompute: str = "none"
     zero: int = 0  # sharded over data parallel ranks: 1 optimizer states, 2 also gradients, 3 also parameters
     regather: tuple[str, ...] = ()  # axes whose gathered inputs are gathered again in backward, not kept
@@ -209,6 +210,7 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "mesh": _mesh,
     "shard": _shard,
     "schedule": _choice(SCHEDULES),
+    "vpp": _integer(1),
     "recompute": _choice(RECOMPUTE),
     "zero": _integer(0, 3),
     "regather": _names(AXES, "axis"),

@@ -17,19 +17,19 @@ from stage.passes.backward import Differentiated, differentiate
 from stage.passes.fuse import fuse
 from stage.passes.recompute import recompute
 from stage.passes.shard import rest_layout, shard
+from stage.pipeline.schedules import get_schedule
 from stage.pipeline.stages import Unit, cut
 from stage.request import Request, resolve_request
 from stage.strategy import Strategy
 from stage.symbols import dtype_bytes, size
 from stage.tensor import Dim, Tensor
-from stage.trace.buckets import plan_buckets
+from stage.trace.buckets import Bucket, plan_buckets
 from stage.trace.image import NameStyle
-from stage.trace.lower import Concrete, lower
+from stage.trace.lower import Concrete, Lowered, lower
 from stage.trace.parameters import Parameter, Sharding, unit_parameters
 from stage.trace.plan import StagePlan, StepPlan, UnitPlan
 from stage.trace.program import Program
 from stage.trace.stage_program import stage_program
-from stage.trace.template import Template
 from stage.traceset import Job, TraceSet
 
 __all__ = ["sharded_block", "synthesize"]
@@ -56,8 +56,7 @@ def synthesize(
 class _Kind:
     """A kind of block, lowered."""
 
-    forward: Template
-    backward: Template
+    templates: Lowered
     parameters: tuple[Parameter, ...]
 
 
@@ -91,8 +90,8 @@ def job(request: Request) -> Job:
     )
     kinds = {block: _lowered(request, block, concrete) for block in dict.fromkeys(model.blocks)}
     step = _step_plan(request, kinds, widths, concrete)
-    stages = cut(model, request.degrees["pp"], request.stage_layers)
-    programs = tuple(_program(i, units, kinds, step, request) for i, units in enumerate(stages))
+    stages = cut(model, request.pipeline, request.stage_layers)
+    programs = tuple(_program(rank, stages, kinds, step, request) for rank in range(request.pipeline.ranks))
     digits = NameStyle(
         len(str(len(model.layers) - 1)),
         len(str(request.micro_batches - 1)),
@@ -105,8 +104,11 @@ def job(request: Request) -> Job:
 def _lowered(request: Request, block: Block, concrete: Concrete) -> _Kind:
     both = sharded_block(request, block)
     numbers = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
-    forward, backward = lower(both, concrete, gathered=_gathered(request), numbers=numbers)
-    return _Kind(forward, backward, tuple(unit_parameters(both.forward, concrete)))
+    if request.pipeline.chunks > 1:
+        numbers = (*numbers, "chunk")
+    split = get_schedule(request.strategy.schedule).splits
+    templates = lower(both, concrete, gathered=_gathered(request), numbers=numbers, split=split)
+    return _Kind(templates, tuple(unit_parameters(both.forward, concrete)))
 
 
 def _gathered(request: Request) -> bool:
@@ -127,14 +129,13 @@ def _step_plan(
     sharding = Sharding(strategy.zero, replicate)
     keep = strategy.reshard_after_forward
     reshard = None if keep is True else () if keep is False else mesh.expand(["dp_shard"])
-    shared = _shared(kinds[model.embedding], kinds[model.head]) if request.degrees["pp"] > 1 else []
+    shared = _shared(request, kinds)
     tied = sum(
         -(-p.rows // (mesh.degree(sharding.split(p.data)[0]) if strategy.zero == 3 else 1)) * p.columns
         for p in shared
     )
     return StepPlan(
-        stages=request.degrees["pp"],
-        micro_batches=request.micro_batches,
+        pipeline=request.pipeline,
         schedule=strategy.schedule,
         steps=request.steps,
         message=message,
@@ -152,15 +153,39 @@ def _step_plan(
     )
 
 
-def _shared(embedding: _Kind, head: _Kind) -> list[Parameter]:
-    """Parameters that the first and the last block both have: a tied token table, or that of a prediction module."""
-    names = {p.name for p in head.parameters}
-    return [p for p in embedding.parameters if p.name in names]
+def _shared(request: Request, kinds: Mapping[Block, _Kind]) -> list[Parameter]:
+    """Parameters that first and last block both have on different ranks.
+
+    They are a tied token table, or that of a prediction module.
+    """
+    pipeline, model = request.pipeline, request.model
+    if pipeline.place(0)[0] == pipeline.place(pipeline.stages - 1)[0]:
+        return []
+    names = {p.name for p in kinds[model.head].parameters}
+    return [p for p in kinds[model.embedding].parameters if p.name in names]
 
 
 def _program(
-    index: int, units: list[Unit], kinds: Mapping[Block, _Kind], step: StepPlan, request: Request
+    rank: int, stages: list[list[Unit]], kinds: Mapping[Block, _Kind], step: StepPlan, request: Request
 ) -> Program:
+    """The program of the ranks that hold certain stages."""
+    held = [stages[request.pipeline.stage(rank, chunk)] for chunk in range(request.pipeline.chunks)]
+    plans = _unit_plans([unit for units in held for unit in units], kinds, request)
+    shared = [p.name for p in _shared(request, kinds)]
+    chunks: list[range] = []
+    buckets: list[Bucket] = []
+    for units in held:
+        first = chunks[-1].stop if chunks else 0
+        chunks.append(range(first, first + len(units)))
+        whole = request.strategy.bucket_first_stage and (rank or first)
+        bucket_size = 0 if whole else request.strategy.bucket_size
+        parameters = [plans[at].parameters for at in chunks[-1]]
+        buckets += plan_buckets(parameters, step.sharding, step.mesh, bucket_size, shared, first)
+    return stage_program(StagePlan(rank, tuple(plans), tuple(chunks), tuple(buckets)), step)
+
+
+def _unit_plans(units: list[Unit], kinds: Mapping[Block, _Kind], request: Request) -> list[UnitPlan]:
+    """The blocks of a rank; a parameter that two of them share belongs to the first."""
     seen: set[str] = set()
     plans = []
     for unit in units:
@@ -168,14 +193,8 @@ def _program(
         own = tuple(p for p in kind.parameters if unit.layer >= 0 or p.name not in seen)
         seen.update(p.name for p in own if unit.layer < 0)
         head = unit.block == request.model.head
-        plans.append(
-            UnitPlan(unit.block.kind, unit.layer, kind.forward, kind.backward, own, kind.parameters, head)
-        )
-    bucket_size = 0 if index and request.strategy.bucket_first_stage else request.strategy.bucket_size
-    ends = (kinds[request.model.embedding], kinds[request.model.head])
-    shared = [p.name for p in _shared(*ends)] if step.stages > 1 else []
-    buckets = plan_buckets([p.parameters for p in plans], step.sharding, step.mesh, bucket_size, shared)
-    return stage_program(StagePlan(index, tuple(plans), tuple(buckets)), step)
+        plans.append(UnitPlan(unit.block.kind, unit.layer, kind.templates, own, kind.parameters, head))
+    return plans
 
 
 def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
@@ -194,6 +213,7 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "seq": request.seq,
         "steps": request.steps,
         "schedule": strategy.schedule,
+        "vpp": request.pipeline.chunks,
         "recompute": strategy.recompute,
         "zero": strategy.zero,
         "bucket_size": strategy.bucket_size,

@@ -105,7 +105,7 @@ def test_synth_leaves_what_is_not_given_to_the_strategy(recorder: Recorder, tmp_
     assert model == ("m", None)
     given = {key: value for key, value in options.items() if value is not None}
     assert given == {
-        **dict.fromkeys(("tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch", "steps"), 1),
+        **dict.fromkeys(("tp", "pp", "cp", "ep", "etp", "micro_batch", "steps"), 1),
         "grad_reduce": "step",
         "dtype": "bf16",
         "grad_dtype": "fp32",

@@ -49,7 +49,7 @@ def test_what_is_omitted_has_its_default() -> None:
         (
             "shedule = '1f1b'" + SHARD,
             "mine.toml: unknown key 'shedule' (did you mean 'schedule'?); known keys: title, source, mesh, shard, "
-            "schedule, recompute, zero, regather, overlap_grad, bucket_size, dp_shard, reshard_after_forward, bucket_first_stage, fuse, default_for",
+            "schedule, vpp, recompute, zero, regather, overlap_grad, bucket_size, dp_shard, reshard_after_forward, bucket_first_stage, fuse, default_for",
         ),
         ("zero = 1", "mine.toml: table [shard] is missing; it says which axes shard each dim"),
         (
@@ -70,7 +70,10 @@ def test_what_is_omitted_has_its_default() -> None:
             "mine.toml: shard: heads is ['tp', 'tp']; each axis may appear once",
         ),
         ("shard = 3", "mine.toml: shard is 3; a table of dim = [axes] is expected"),
-        ("schedule = 'zigzag'" + SHARD, "mine.toml: schedule is 'zigzag'; known: 1f1b, gpipe"),
+        (
+            "schedule = 'zigzag'" + SHARD,
+            "mine.toml: schedule is 'zigzag'; known: 1f1b, gpipe, interleaved, looped-bfs, zb-h1, zb-v, dualpipe-v",
+        ),
         (
             "recompute = 'ful'" + SHARD,
             "mine.toml: recompute is 'ful' (did you mean 'full'?); known: none, full, selective",

@@ -40,7 +40,9 @@ Pp = Annotated[int, _degree("--pp", "Pipeline stages.")]
 Cp = Annotated[int, _degree("--cp", "Context parallel degree.")]
 Ep = Annotated[int, _degree("--ep", "Expert parallel degree, carved out of dp x cp x tp.")]
 Etp = Annotated[int, _degree("--etp", "Tensor parallel degree of the experts.")]
-Vpp = Annotated[int, _degree("--vpp", "Virtual pipeline stages a rank.")]
+Vpp = Annotated[
+    int | None, _degree("--vpp", "Virtual pipeline stages a rank; by default the schedule's least.")
+]
 DpShard = Annotated[int | None, _degree("--dp-shard", "Inner size of dp that shards (HSDP).")]
 Placement = Annotated[
     Path | None,
@@ -56,7 +58,12 @@ MicroBatch = Annotated[
 ]
 Schedule = Annotated[
     str | None,
-    typer.Option("--schedule", metavar="gpipe|1f1b", help="Pipeline schedule.", rich_help_panel=STEP),
+    typer.Option(
+        "--schedule",
+        metavar="NAME",
+        help="Pipeline schedule; 1f1b, gpipe, interleaved, looped-bfs, zb-h1, zb-v or dualpipe-v.",
+        rich_help_panel=STEP,
+    ),
 ]
 Zero = Annotated[
     int | None,
@@ -139,7 +146,7 @@ def synth(
     cp: Cp = 1,
     ep: Ep = 1,
     etp: Etp = 1,
-    vpp: Vpp = 1,
+    vpp: Vpp = None,
     dp_shard: DpShard = None,
     placement: Placement = None,
     micro_batch: MicroBatch = 1,

@@ -1,6 +1,7 @@
-"""Cutting a model into pipeline stages.
+"""Cutting a model into pipeline stages, of which there are as many as ranks and their chunks.
 
-The embedding is on the first stage and the head on the last, always; layers are shared out evenly, or as asked.
+The embedding is on the first stage and the head on the last, always; layers are shared out evenly, or as asked. A first
+or last stage without layers is the embedding or the head alone.
 """
 
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 
 from stage.errors import StrategyError
 from stage.model import Block, Model
+from stage.pipeline.schedule import Pipeline
 
 __all__ = ["Unit", "cut"]
 
@@ -20,23 +22,25 @@ class Unit:
     layer: int = -1
 
 
-def cut(model: Model, stages: int, stage_layers: Sequence[int] | None = None) -> list[list[Unit]]:
+def cut(model: Model, pipeline: Pipeline, stage_layers: Sequence[int] | None = None) -> list[list[Unit]]:
     """The units of each stage, in order.
 
     A `StrategyError` if the layers do not divide by the stages and `stage_layers` does not say how to share them.
     """
-    count = len(model.layers)
+    count, stages = len(model.layers), pipeline.stages
+    name = "pp" if pipeline.chunks == 1 else "pp x vpp"
     if stage_layers is None:
         if count % stages:
             raise StrategyError(
-                f"{count} layers of {model.name} do not divide by pp = {stages}; "
-                f"choose a pp that divides them, or give --stage-layers with {stages} numbers that add up to {count}"
+                f"{count} layers of {model.name} do not divide by {name} = {stages}; "
+                f"choose a {name} that divides them, "
+                f"or give --stage-layers with {stages} numbers that add up to {count}"
             )
         stage_layers = [count // stages] * stages
     if len(stage_layers) != stages or sum(stage_layers) != count or min(stage_layers) < 0:
         raise StrategyError(
             f"stage layers {','.join(map(str, stage_layers))} are {len(stage_layers)} numbers that add up to "
-            f"{sum(stage_layers)}; give {stages} numbers (pp) that add up to the {count} layers of {model.name}"
+            f"{sum(stage_layers)}; give {stages} numbers ({name}) that add up to the {count} layers of {model.name}"
         )
     units, first = [], 0
     for stage, n in enumerate(stage_layers):

@@ -24,7 +24,7 @@ NUMBERS = re.compile(r"(?<=[a-z])[0-9]+(?=\.)|/(mb|step)[0-9]+")
 
 INPUTS = (
     *("model", "strategy", "mesh", "batch", "micro_batch", "micro_batches", "seq", "steps"),
-    *("schedule", "recompute", "zero", "stage_layers", "dtype", "grad_dtype"),
+    *("schedule", "vpp", "recompute", "zero", "stage_layers", "dtype", "grad_dtype"),
 )
 
 

@@ -1,13 +1,13 @@
 """Gradient buckets: which parameters are reduced together, and when they are complete.
 
 As in Megatron-LM parameters are taken in reverse order of their declaration and a bucket is closed once it has its
-size; experts have buckets of their own, and so has a table that two stages share where gradients are scattered. With a
+size; experts have buckets of their own, and so has a table that two ranks share where gradients are scattered. With a
 sharded optimizer a parameter starts at a multiple of 64 elements and a bucket is padded to a multiple of
 lcm(shards, 128).
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import lcm
 
@@ -24,7 +24,7 @@ BUCKET_ALIGNMENT = 128
 class Bucket:
     """Gradients reduced by one collective: `elements` with padding, of which `used` are parameters'.
 
-    `unit` is the position on the stage of the block after whose backward the bucket is complete. `shard` are the axes
+    `unit` is the position on the rank of the block after whose backward the bucket is complete. `shard` are the axes
     over which it is scattered, `replicate` those over which it is all-reduced.
     """
 
@@ -46,10 +46,12 @@ def plan_buckets(
     mesh: Mesh,
     bucket_size: int,
     shared: Collection[str] = (),
+    first: int = 0,
 ) -> list[Bucket]:
-    """The buckets of a stage whose blocks have these parameters: dense ones, then experts', each from last to first.
+    """The buckets of a chunk whose blocks have these parameters: dense ones, then experts', each from last to first.
 
-    `bucket_size` is in elements; 0 makes one bucket of each kind. `shared` names parameters of several stages.
+    `bucket_size` is in elements; 0 makes one bucket of each kind. `shared` names parameters of several ranks. `first`
+    is the position on the rank of the chunk's first block.
     """
     buckets: list[Bucket] = []
     kinds = dict.fromkeys((p.expert, p.data) for unit in units for p in unit)
@@ -57,7 +59,7 @@ def plan_buckets(
         shard, replicate = sharding.split(data)
         tensors = _reversed(units, expert, data, frozenset(shared) if shard else frozenset())
         buckets += _cut(tensors, expert, shard, replicate, mesh, bucket_size)
-    return buckets
+    return [replace(bucket, unit=first + bucket.unit) for bucket in buckets]
 
 
 def _cut(

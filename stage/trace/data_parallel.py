@@ -1,4 +1,4 @@
-"""Data-parallel work of a stage, placed into its program as it goes.
+"""Data-parallel work of a rank, placed into its program as it goes.
 
 ZeRO 0 all-reduces each bucket of gradients; ZeRO 1 and 2 reduce-scatter it, update the shard and gather the parameters
 after the step (Rajbhandari et al. 2020; Megatron-LM's distributed optimizer). ZeRO 3 is FSDP: each block gathers its
@@ -6,6 +6,7 @@ parameters before its forward and again before its backward, one block ahead of 
 gradients. What the nodes are is said by `fsdp`, `reduction` and `optimizer`; here is when they run.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from stage.trace.fsdp import gather_template, scatter_template
@@ -20,7 +21,7 @@ __all__ = ["DataParallel"]
 
 @dataclass(slots=True)
 class DataParallel:
-    """What one stage does for data parallelism."""
+    """What one rank does for data parallelism; blocks are named by their position on the rank."""
 
     plan: StagePlan
     step: StepPlan
@@ -28,6 +29,7 @@ class DataParallel:
     templates: dict[tuple[str, ...], Template] = field(default_factory=dict)
     reduced: set[int] = field(default_factory=set)
     whole: dict[int, int] = field(default_factory=dict)
+    completed: Counter[int] = field(default_factory=Counter)
     updated: int = -1
 
     @property
@@ -35,13 +37,13 @@ class DataParallel:
         return self.step.sharding.zero == 3
 
     def gather(self, unit: int, micro_batch: int, phase: str, free: int) -> int:
-        """The node after which a block's parameters are whole; -1 where they always are, or there is no such block.
+        """The node after which a block's parameters are whole; -1 where they always are, or the chunk has no such one.
 
         They are gathered once the node `free` has run, and not again while they are whole: the head's backward follows
         its forward at once, and without resharding after forward they stay whole until the end of their backward.
         Parameters that ZeRO 1 and 2 gathered at the end of a step are waited for by the first forward of the next.
         """
-        if not 0 <= unit < len(self.plan.units):
+        if unit not in self.plan.chunks[self.assembly.chunk]:
             return -1
         if not self._fsdp:
             return self.updated if phase == "forward" and micro_batch == 0 else -1
@@ -60,10 +62,14 @@ class DataParallel:
             self.whole[unit] = last
         return last
 
-    def complete(self, unit: int, micro_batch: int) -> None:
-        """Reduce the gradients that a block's backward has completed, and give up its gathered parameters."""
+    def release(self, unit: int) -> None:
+        """Give up a block's gathered parameters; its backward has used them."""
         self.whole.pop(unit, None)
-        last = micro_batch == self.step.micro_batches - 1
+
+    def complete(self, unit: int, micro_batch: int) -> None:
+        """Reduce the gradients that a block has completed: those of all micro-batches after its last one."""
+        self.completed[unit] += 1
+        last = self.completed[unit] == self.step.pipeline.micro_batches
         if not (last or self.step.per_micro_batch):
             return
         if self._fsdp:
@@ -71,7 +77,7 @@ class DataParallel:
         elif self.step.overlap or self.step.per_micro_batch:
             done = [(i, bucket) for i, bucket in enumerate(self.plan.buckets) if bucket.unit == unit]
             for i, _ in sorted(done, key=lambda item: not item[1].expert):  # experts stand behind attention
-                self._reduce(i, "backward")
+                self._reduce(i, "backward", micro_batch)
                 if last:
                     self.reduced.add(i)
 
@@ -84,15 +90,17 @@ class DataParallel:
             ready = self.assembly.last("compute")
             self.assembly.place(self.templates[key], layer=plan.layer, micro_batch=micro_batch, grad=ready)
 
-    def _reduce(self, index: int, phase: str) -> None:
+    def _reduce(self, index: int, phase: str, micro_batch: int = -1) -> None:
         key = ("reduce", str(index), phase)
         if key not in self.templates:
             self.templates[key] = reduction_template(index, self.plan.buckets[index], self.step, phase)
         if self.templates[key].nodes:
-            self.assembly.place(self.templates[key], grad=self.assembly.last("compute"))
+            ready = self.assembly.last("compute")
+            self.assembly.place(self.templates[key], micro_batch=micro_batch, grad=ready)
 
     def finish(self) -> None:
         """Everything after the last backward of a step."""
+        self.completed.clear()
         if not self._fsdp:
             for i in range(len(self.plan.buckets)):
                 if i not in self.reduced:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from stage.trace.image import (
+    CHUNK_WIDTH,
     LAYER_WIDTH,
     MICRO_BATCH_WIDTH,
+    SOURCES,
     STEP_WIDTH,
     TAG_WIDTH,
     Bytes,
@@ -27,7 +29,14 @@ from stage.trace.program import Instance, Program
 __all__ = ["ClassImage", "expand"]
 
 Pattern = tuple[tuple[int, int] | None, ...]
-FIELD_WIDTHS = {"layer": LAYER_WIDTH, "micro_batch": MICRO_BATCH_WIDTH, "step": STEP_WIDTH, "tag": TAG_WIDTH}
+Variant = tuple[int, str, Pattern]
+FIELD_WIDTHS = {
+    "layer": LAYER_WIDTH,
+    "micro_batch": MICRO_BATCH_WIDTH,
+    "chunk": CHUNK_WIDTH,
+    "step": STEP_WIDTH,
+    "tag": TAG_WIDTH,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +57,35 @@ class ClassImage:
         return self.data.nbytes + sum(a.nbytes for a in (*self.groups.values(), *self.peers.values()))
 
 
-def _pattern(instance: Instance, forward_nodes: int) -> Pattern:
-    """How the ports of an instance are connected, so that no dependency is written twice."""
+def _pattern(instance: Instance, nodes: Sequence[int]) -> Pattern:
+    """How the ports of an instance are connected, so that no dependency is written twice.
+
+    `nodes` are how many each earlier instance has.
+    """
     found: list[tuple[int, int] | None] = []
     seen: dict[int, tuple[int, int]] = {}
     for k, port in enumerate(instance.ports):
+        earlier = [
+            (source, port - base)
+            for source, (base, count) in enumerate(zip(instance.earlier, nodes, strict=True), 1)
+            if 0 <= base <= port < base + count
+        ]
         if port < 0:
             found.append(None)
-        elif 0 <= instance.forward <= port < instance.forward + forward_nodes:
-            found.append((1, port - instance.forward))
         else:
-            found.append(seen.setdefault(port, (2 + k, 0)))
+            found.append(earlier[0] if earlier else seen.setdefault(port, (len(SOURCES) + k, 0)))
     return tuple(found)
 
 
-def _variants(program: Program) -> dict[tuple[int, Pattern], list[int]]:
-    """Instances that share an image: those of one template connected alike."""
+def _variants(program: Program) -> dict[Variant, list[int]]:
+    """Instances that share an image: those of one template in one phase of the pipeline, connected alike."""
     lengths = {
         instance.base: len(program.templates[instance.template].nodes) for instance in program.instances
     }
-    variants: dict[tuple[int, Pattern], list[int]] = {}
+    variants: dict[Variant, list[int]] = {}
     for i, instance in enumerate(program.instances):
-        key = (instance.template, _pattern(instance, lengths.get(instance.forward, 0)))
+        nodes = [lengths.get(base, 0) for base in instance.earlier]
+        key = (instance.template, instance.pipeline_phase, _pattern(instance, nodes))
         variants.setdefault(key, []).append(i)
     return variants
 
@@ -77,7 +93,9 @@ def _variants(program: Program) -> dict[tuple[int, Pattern], list[int]]:
 def expand(program: Program, style: NameStyle, widths: Widths, header: bytes) -> ClassImage:
     """The trace of a rank class, `header` (the framed metadata) first."""
     variants = _variants(program)
-    images = {key: encode_template(program.templates[key[0]], key[1], style, widths) for key in variants}
+    images = {
+        key: encode_template(program.templates[key[0]], key[2], key[1], style, widths) for key in variants
+    }
     lengths = np.zeros(len(program.instances), np.int64)
     for key, members in variants.items():
         lengths[members] = len(images[key].data)
@@ -108,7 +126,7 @@ def _fill(image: Image, instances: Sequence[Instance], style: NameStyle) -> Byte
     rows = np.tile(image.data, (len(instances), 1))
     if not len(instances):
         return rows
-    bases = np.array([(i.base, i.forward, *i.ports) for i in instances], np.int64)
+    bases = np.array([(i.base, *i.earlier, *i.ports) for i in instances], np.int64)
     values = bases[:, image.ids[:, 1]] + image.ids[:, 2]
     put_varints(rows, image.ids[:, 0], values, image.id_width)
     for name in image.fields.keys() | image.digits.keys():

@@ -54,7 +54,7 @@ def gather_template(unit: UnitPlan, step: StepPlan, phase: str) -> Template:
             elements = shard_elements(group, step, shard) * (mesh.degree(shard) // mesh.degree(axes))
             name, after = f"parameters{suffix}.all_gather", (Ref("port", "free"),)
             nodes.append(step.collective(name, "all_gather", elements, axes, after, phase, "compute"))
-    return Template(unit.kind, phase, chain(nodes), numbers=unit.forward.numbers)
+    return Template(unit.kind, phase, chain(nodes), numbers=unit.templates.forward.numbers)
 
 
 def scatter_template(unit: UnitPlan, step: StepPlan) -> Template:
@@ -70,4 +70,4 @@ def scatter_template(unit: UnitPlan, step: StepPlan) -> Template:
         if replicate:
             name = f"gradients{suffix}.all_reduce"
             nodes.append(step.collective(name, "all_reduce", elements, replicate, after, "backward"))
-    return Template(unit.kind, "backward", chain(nodes), numbers=unit.forward.numbers)
+    return Template(unit.kind, "backward", chain(nodes), numbers=unit.templates.forward.numbers)

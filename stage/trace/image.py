@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stage.trace.node import CommType, NodeType
-from stage.trace.template import Ref, Template, TemplateNode
+from stage.trace.template import EARLIER, Ref, Template, TemplateNode
 from stage.trace.wire import attribute, varint
 
 __all__ = ["Image", "NameStyle", "Widths", "encode_template", "put_varints"]
@@ -32,7 +32,11 @@ TAG_WIDTH = 5
 PEER_WIDTH = 3
 LAYER_WIDTH = 2
 MICRO_BATCH_WIDTH = 3
+CHUNK_WIDTH = 1
 STEP_WIDTH = 2
+
+SOURCES = ("self", *EARLIER)
+"""What an id is counted from: the base of the instance itself or of an earlier one; ports come after these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +60,9 @@ class Widths:
 class Image:
     """An encoded template and where it is patched.
 
-    `ids` has a row (position, source, offset) for each id and dependency; source 0 is the instance's own base, 1 that
-    of its forward instance, 2 + k its port k. `fields` maps `layer micro_batch step tag` to positions of varints, and
-    `digits` to positions of text. `groups` maps axes to the positions of their names, `peers` a distance in stages (0
+    `ids` has a row (position, source, offset) for each id and dependency; a source is a place in `SOURCES`, or after
+    these a port. `fields` maps `layer micro_batch chunk step tag` to positions of varints, and `digits` to positions of
+    text. `groups` maps axes to the positions of their names, `peers` a distance in stages (0
     is the rank itself) to positions of ranks.
     """
 
@@ -74,8 +78,8 @@ class Image:
 class _Encoder:
     """One template on its way to an image."""
 
-    def __init__(self, template: Template, style: NameStyle, widths: Widths) -> None:
-        self.template, self.style, self.widths = template, style, widths
+    def __init__(self, template: Template, pipeline_phase: str, style: NameStyle, widths: Widths) -> None:
+        self.template, self.pipeline_phase, self.style, self.widths = template, pipeline_phase, style, widths
         self.out = bytearray()
         self.ids: list[tuple[int, int, int]] = []
         self.fields: dict[str, list[int]] = {}
@@ -170,8 +174,9 @@ class _Encoder:
             found.append(
                 (attribute("comm_tag", "int32_val", 0, width=TAG_WIDTH), ("field", "tag", TAG_WIDTH))
             )
-        found += [(attribute(k, "string_val", v), None) for k, v in _texts(node) if v]
-        widths = {"layer": LAYER_WIDTH, "micro_batch": MICRO_BATCH_WIDTH}
+        texts = (*_texts(node), ("part", self.template.part), ("pipeline_phase", self.pipeline_phase))
+        found += [(attribute(k, "string_val", v), None) for k, v in texts if v]
+        widths = {"layer": LAYER_WIDTH, "micro_batch": MICRO_BATCH_WIDTH, "chunk": CHUNK_WIDTH}
         for key in self._numbers():
             found.append((attribute(key, "int32_val", 0, width=widths[key]), ("field", key, widths[key])))
         if self.style.step:
@@ -219,18 +224,22 @@ def resolve_deps(
 
 
 def _source(ref: Ref) -> tuple[int, int]:
-    return (0 if ref.kind == "self" else 1, int(ref.target))
+    return (SOURCES.index(ref.kind), int(ref.target))
 
 
 def encode_template(
-    template: Template, pattern: Sequence[tuple[int, int] | None], style: NameStyle, widths: Widths
+    template: Template,
+    pattern: Sequence[tuple[int, int] | None],
+    pipeline_phase: str,
+    style: NameStyle,
+    widths: Widths,
 ) -> Image:
-    """The image of a template whose ports are connected as `pattern` says.
+    """The image of a template whose ports are connected as `pattern` says, in a phase of the pipeline.
 
-    An entry of the pattern is None for a port that is connected to nothing, else (source, offset): (2 + k, 0) for the
-    id of port k itself, (1, j) where the port is node j of the forward instance.
+    An entry of the pattern is None for a port that is connected to nothing, else (source, offset): the id of the port
+    itself, or where the port is node j of an earlier instance, that source and j.
     """
-    encoder = _Encoder(template, style, widths)
+    encoder = _Encoder(template, pipeline_phase, style, widths)
     for i, (node, deps) in enumerate(zip(template.nodes, resolve_deps(template, pattern), strict=True)):
         encoder.node(i, node, deps)
     return encoder.image()

@@ -14,11 +14,12 @@ from stage.mesh import Mesh
 from stage.ops import get_op
 from stage.ops.collective import is_collective
 from stage.passes.backward import Differentiated
+from stage.passes.split import split_backward
 from stage.symbols import dtype_bytes, exact
 from stage.tensor import Dim, Tensor, resolve_dtypes
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
-__all__ = ["Concrete", "lower"]
+__all__ = ["Concrete", "Lowered", "lower"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class _Lowering:
     """One graph on its way to a template."""
 
     def __init__(
-        self, graph: Graph, concrete: Concrete, outside: Callable[[str], Ref | None], gathered: bool
+        self, graph: Graph, concrete: Concrete, outside: Callable[[str], tuple[Ref, ...]], gathered: bool
     ) -> None:
         self.graph, self.concrete, self.outside, self.gathered = graph, concrete, outside, gathered
         self.local: dict[str, Tensor] = {}
@@ -69,8 +70,7 @@ class _Lowering:
             return self.sources[name]
         if self.graph.tensors[name].role == "parameter":
             return (Ref("port", "weights"),) if self.gathered else ()
-        found = self.outside(name)
-        return () if found is None else (found,)
+        return self.outside(name)
 
     def run(self) -> list[TemplateNode]:
         for node in self.graph.nodes:
@@ -130,43 +130,71 @@ def _shapes(ins: list[Tensor], outs: list[Tensor]) -> str:
     return "->".join(part for part in text if part)
 
 
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """The templates of a block; those of the split backward (`input` and `weight`) only where it was asked for."""
+
+    forward: Template
+    backward: Template
+    input: Template | None = None
+    weight: Template | None = None
+
+
 def lower(
     block: Differentiated,
     concrete: Concrete,
     *,
     gathered: bool = False,
     numbers: tuple[str, ...] = ("micro_batch",),
-) -> tuple[Template, Template]:
-    """The templates of a block's forward and backward, whose instances are named by `numbers`.
+    split: bool = False,
+) -> Lowered:
+    """The templates of a block, whose instances have these `numbers`.
 
     With `gathered` parameters (FSDP) every node that reads one depends on the port `weights`. The first input of the
-    forward graph is the port `x`; the first seed of the backward graph the port `dy`.
+    forward graph is the port `x`; the first seed of the backward graph the port `dy`. With `split` there are also the
+    two parts of the backward.
     """
-    forward, backward = block.forward, block.backward
+    forward = block.forward
     x = forward.inputs[0]
-    ahead = _Lowering(forward, concrete, lambda name: Ref("port", "x") if name == x else None, gathered)
-    first = Template(
-        forward.name, "forward", chain(ahead.run()), _single(ahead.refs(forward.outputs[0])), numbers=numbers
-    )
+    ahead = _Lowering(forward, concrete, lambda name: (Ref("port", "x"),) if name == x else (), gathered)
+    nodes = chain(ahead.run())
+    first = Template(forward.name, "forward", nodes, _single(ahead.refs(forward.outputs[0])), numbers=numbers)
 
-    def outside(name: str) -> Ref | None:
+    def outside(name: str) -> tuple[Ref, ...]:
         if name in block.seeds:
-            return Ref("port", "dy") if name == block.seeds[0] else None
-        if name == x:
-            return Ref("port", "x")
-        made = ahead.refs(name)
-        return (
-            Ref("forward", made[-1].target)
-            if made and made[-1].kind == "self"
-            else (made[-1] if made else None)
-        )
+            return (Ref("port", "dy"),) if name == block.seeds[0] else ()
+        return _handed(ahead, "forward", name)
 
-    behind = _Lowering(backward, concrete, outside, gathered)
-    nodes = chain(behind.run())
+    behind = _Lowering(block.backward, concrete, outside, gathered)
+    backward = _backward(block, behind, numbers)
+    if not split:
+        return Lowered(first, backward)
+    parts = split_backward(block)
+    early = _Lowering(parts.input, concrete, outside, gathered)
+    inputs = _backward(block, early, numbers, "input")
+
+    def from_both(name: str) -> tuple[Ref, ...]:
+        return _handed(early, "input", name) if name in early.sources else outside(name)
+
+    late = _Lowering(parts.weight, concrete, from_both, gathered)
+    return Lowered(first, backward, inputs, _backward(block, late, numbers, "weight"))
+
+
+def _backward(
+    block: Differentiated, lowering: _Lowering, numbers: tuple[str, ...], part: str = ""
+) -> Template:
+    """The template of a backward graph or of a part of one."""
+    nodes = chain(lowering.run())
+    made = lowering.sources
+    complete = {p: _index(made[t]) for p, t in block.gradients.items() if t in made}
     cotangent = block.cotangents[0] if block.cotangents else None
-    complete = {p: _index(behind.refs(t)) for p, t in block.gradients.items()}
-    output = _single(behind.refs(cotangent)) if cotangent else None
-    return first, Template(forward.name, "backward", nodes, output, complete, numbers)
+    output = _single(lowering.refs(cotangent)) if cotangent and cotangent in lowering.graph.tensors else None
+    return Template(block.forward.name, "backward", nodes, output, complete, numbers, part)
+
+
+def _handed(earlier: _Lowering, kind: str, name: str) -> tuple[Ref, ...]:
+    """What made a tensor, as a later template refers to it."""
+    return tuple(Ref(kind, ref.target) if ref.kind == "self" else ref for ref in earlier.refs(name))
 
 
 def _single(refs: tuple[Ref, ...]) -> Ref | None:

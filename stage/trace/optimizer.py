@@ -59,8 +59,8 @@ def _sums(plan: StagePlan, step: StepPlan) -> list[TemplateNode]:
         )
         for axes, count in sorted(sums.items())
     ]
-    if step.tied_elements and plan.stage in (0, step.stages - 1):
-        axes = ("pp",) if step.stages == 2 else PIPELINE_ENDS
+    if step.tied_elements and plan.rank in (0, step.pipeline.ranks - 1):
+        axes = ("pp",) if step.pipeline.ranks == 2 else PIPELINE_ENDS
         nodes.append(
             step.collective(
                 "tied_embedding.all_reduce", "all_reduce", step.tied_elements, axes, READY, "finalize"

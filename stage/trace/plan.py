@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stage.mesh import Mesh
+from stage.pipeline.schedule import Pipeline
 from stage.trace.buckets import Bucket
+from stage.trace.lower import Lowered
 from stage.trace.parameters import Parameter, Sharding
-from stage.trace.template import Ref, Template, TemplateNode
+from stage.trace.template import Ref, TemplateNode
 
 __all__ = ["StagePlan", "StepPlan", "UnitPlan"]
 
@@ -17,13 +19,12 @@ class StepPlan:
 
     `message` is the bytes of an activation between stages. `per_micro_batch` reduces gradients after every backward,
     not once. `overlap` starts a bucket's reduction when it is complete, not at the end. `tied_elements` are those of
-    the token table whose gradient first and last stage sum, because both use it. `experts` says whether any stage has
-    some. `reshard` are the axes over which gathered parameters are sharded again between forward and backward; None are
-    all that they were gathered over.
+    the token table whose gradient first and last stage sum, because both use it and stand on different ranks.
+    `experts` says whether any stage has some. `reshard` are the axes over which gathered parameters are sharded again
+    between forward and backward; None are all that they were gathered over.
     """
 
-    stages: int
-    micro_batches: int
+    pipeline: Pipeline
     schedule: str
     steps: int
     message: int
@@ -56,16 +57,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """A block of a stage: its templates, its parameters, and its layer (-1 for embedding and head).
+    """A block on a rank: its templates, its parameters, and its layer (-1 for embedding and head).
 
-    `parameters` are those the block owns, `reads` also one that it shares with a block before it on the stage. A
+    `parameters` are those the block owns, `reads` also one that it shares with a block before it on the rank. A
     `head` is not gathered again for its backward, which follows its forward at once.
     """
 
     kind: str
     layer: int
-    forward: Template
-    backward: Template
+    templates: Lowered
     parameters: tuple[Parameter, ...]
     reads: tuple[Parameter, ...]
     head: bool = False
@@ -73,8 +73,12 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """The blocks of one stage and its gradient buckets."""
+    """What the ranks of a pipeline rank hold: the blocks of all chunks, and gradient buckets.
 
-    stage: int
+    A chunk is a range of `units`.
+    """
+
+    rank: int
     units: tuple[UnitPlan, ...]
+    chunks: tuple[range, ...]
     buckets: tuple[Bucket, ...]

@@ -24,4 +24,5 @@ def reduction_template(index: int, bucket: Bucket, step: StepPlan, phase: str) -
     if bucket.replicate:
         elements = bucket.owned(step.mesh)
         nodes.append(step.collective("all_reduce", "all_reduce", elements, bucket.replicate, after, phase))
-    return Template(bucket_name(index, bucket), phase, chain(nodes), numbers=())
+    numbers = ("micro_batch",) if step.per_micro_batch else ()
+    return Template(bucket_name(index, bucket), phase, chain(nodes), numbers=numbers)

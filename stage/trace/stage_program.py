@@ -1,12 +1,17 @@
-"""The program of one pipeline stage: its schedule's actions, each a run through the stage's blocks.
+"""The program of one pipeline rank: its schedule's actions, each a run through the blocks of one of its chunks.
 
-Program order is the order of issue on every rank of the stage, so collectives have one order on all members of a
-group. Receives are chained among themselves and stand right before their use; sends right after what they send.
+Program order is the order of issue on every rank of the same stages, so collectives have one order on all members of a
+group. Receives stand right before their use, and from each stage they have one order; sends stand right after what they
+send.
 """
 
-from stage.pipeline.schedule import order
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stage.pipeline.schedule import Action, Phases
+from stage.pipeline.schedules import order
 from stage.trace.data_parallel import DataParallel
-from stage.trace.plan import StagePlan, StepPlan, UnitPlan
+from stage.trace.plan import StagePlan, StepPlan
 from stage.trace.program import Assembly, Instance, Program
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
@@ -15,84 +20,152 @@ __all__ = ["stage_program"]
 FORWARD, BACKWARD = 0, 1
 
 
-class _Stage:
-    """A stage's program while it is put together."""
+@dataclass(slots=True)
+class _Run:
+    """A block's run on a micro-batch: the bases of its instances, and what made its input and its cotangent."""
+
+    forward: int
+    x: int
+    input: int = -1
+    dy: int = -1
+
+
+class _Rank:
+    """A rank's program while it is put together."""
 
     def __init__(self, plan: StagePlan, step: StepPlan) -> None:
-        self.plan, self.step = plan, step
+        self.plan, self.step, self.pipeline = plan, step, step.pipeline
         self.assembly = Assembly()
-        self.forwards: dict[tuple[int, int], Instance] = {}
         self.data = DataParallel(plan, step, self.assembly)
-        ends = (("recv", -1, FORWARD), ("send", 1, FORWARD), ("recv", 1, BACKWARD), ("send", -1, BACKWARD))
-        self.pipes = {(kind, peer): _message(kind, peer, direction, step) for kind, peer, direction in ends}
+        self.runs: dict[tuple[int, int], _Run] = {}
+        self.handed: dict[tuple[int, int, int], int] = {}
+        self.messages: dict[tuple[str, int, int], Template] = {}
 
-    def run(self) -> Program:
-        actions = order(self.step.schedule, self.plan.stage, self.step.stages, self.step.micro_batches)
+    def program(self) -> Program:
+        run = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
+        phases = order(self.step.schedule, self.pipeline, self.plan.rank)
         for step in range(self.step.steps):
             self.assembly.step = step
-            for action in actions:
-                (self._forward if action.kind == "F" else self._backward)(action.micro_batch)
+            for phase, action in _with_phases(phases):
+                self.assembly.pipeline_phase = phase if self.pipeline.ranks > 1 else ""
+                self.assembly.chunk = action.chunk
+                run[action.kind](action)
+            self.assembly.pipeline_phase, self.assembly.chunk = "", 0
             self.data.finish()
         return self.assembly.program()
 
-    def _tag(self, direction: int, micro_batch: int) -> int:
-        """A number of its own for each message between two stages: step, micro-batch and direction."""
-        return 2 * (self.assembly.step * self.step.micro_batches + micro_batch) + direction
-
-    def _exchange(self, kind: str, peer: int, direction: int, micro_batch: int, source: int = -1) -> int:
-        if not 0 <= self.plan.stage + peer < self.step.stages:
-            return -1
-        tag = self._tag(direction, micro_batch)
-        return self.assembly.place(self.pipes[kind, peer], micro_batch=micro_batch, tag=tag, data=source).base
-
-    def _forward(self, micro_batch: int) -> None:
-        x = self._exchange("recv", -1, FORWARD, micro_batch)
-        units = self.plan.units
-        weights = self.data.gather(0, micro_batch, "forward", self.assembly.last("compute"))
-        for i, unit in enumerate(units):
+    def _forward(self, action: Action) -> None:
+        i, units = action.micro_batch, self.plan.chunks[action.chunk]
+        x = self._receive(action.chunk, FORWARD, i)
+        weights = self.data.gather(units.start, i, "forward", self.assembly.last("compute"))
+        for at in units:
             before = self.assembly.last("compute")
-            instance = self._place(unit, unit.forward, micro_batch, x=x, weights=weights)
-            self.forwards[i, micro_batch] = instance
-            x = self.assembly.resolve(instance, unit.forward.output)
-            weights = self.data.gather(i + 1, micro_batch, "forward", before)
-        self._exchange("send", 1, FORWARD, micro_batch, x)
+            template = self.plan.units[at].templates.forward
+            instance = self._place(at, template, i, x=x, weights=weights)
+            self.runs[at, i] = _Run(instance.base, x)
+            x = self.assembly.resolve(instance, template.output)
+            weights = self.data.gather(at + 1, i, "forward", before)
+        self._send(action.chunk, FORWARD, i, x)
 
-    def _backward(self, micro_batch: int) -> None:
-        dy = self._exchange("recv", 1, BACKWARD, micro_batch)
-        units = self.plan.units
-        weights = self.data.gather(len(units) - 1, micro_batch, "backward", self.assembly.last("compute"))
-        for i in reversed(range(len(units))):
-            unit = units[i]
-            ahead = self.data.gather(i - 1, micro_batch, "backward", self.assembly.last("compute"))
-            before = self.forwards.pop((i, micro_batch))
-            x = self.assembly.resolve(before, Ref("port", "x"))
-            instance = self._place(
-                unit, unit.backward, micro_batch, forward=before.base, x=x, dy=dy, weights=weights
-            )
-            dy = self.assembly.resolve(instance, unit.backward.output)
-            self.data.complete(i, micro_batch)
+    def _backward(self, action: Action) -> None:
+        """A whole backward (`B`), or the part that makes the cotangent of the input (`I`)."""
+        i, units = action.micro_batch, self.plan.chunks[action.chunk]
+        dy = self._receive(action.chunk, BACKWARD, i)
+        weights = self._gather_backward(action, units.stop - 1)
+        for at in reversed(units):
+            ahead = self._gather_backward(action, at - 1)
+            run, template = self.runs[at, i], self._backward_template(action, at)
+            run.dy = dy
+            if template.nodes:
+                instance = self._place(at, template, i, run, x=run.x, dy=dy, weights=weights)
+                run.input = instance.base
+                dy = self.assembly.resolve(instance, template.output)
+            self.data.release(at)
+            if action.kind == "B":
+                del self.runs[at, i]
+                self.data.complete(at, i)
             weights = ahead
-        self._exchange("send", -1, BACKWARD, micro_batch, dy)
+        self._send(action.chunk, BACKWARD, i, dy)
+
+    def _weights(self, action: Action) -> None:
+        i = action.micro_batch
+        for at in reversed(self.plan.chunks[action.chunk]):
+            run, template = self.runs.pop((at, i)), self.plan.units[at].templates.weight
+            assert template is not None, "a schedule with W has split backwards"
+            if template.nodes:
+                self._place(at, template, i, run, x=run.x, dy=run.dy)
+            self.data.complete(at, i)
+
+    def _backward_template(self, action: Action, at: int) -> Template:
+        templates = self.plan.units[at].templates
+        template = templates.backward if action.kind == "B" else templates.input
+        assert template is not None, "a schedule with I has split backwards"
+        return template
+
+    def _gather_backward(self, action: Action, at: int) -> int:
+        if at not in self.plan.chunks[action.chunk] or not self._backward_template(action, at).nodes:
+            return -1
+        return self.data.gather(at, action.micro_batch, "backward", self.assembly.last("compute"))
 
     def _place(
-        self, unit: UnitPlan, template: Template, micro_batch: int, forward: int = -1, **ports: int
+        self, at: int, template: Template, micro_batch: int, run: _Run | None = None, **ports: int
     ) -> Instance:
-        return self.assembly.place(
-            template, layer=unit.layer, micro_batch=micro_batch, forward=forward, **ports
-        )
+        earlier = (-1, -1) if run is None else (run.forward, run.input)
+        layer = self.plan.units[at].layer
+        return self.assembly.place(template, layer=layer, micro_batch=micro_batch, earlier=earlier, **ports)
+
+    def _receive(self, chunk: int, direction: int, micro_batch: int) -> int:
+        """What makes the tensor that the stage before (or, backward, after) a chunk hands on; -1 at the ends."""
+        return self._exchange("recv", chunk, direction, -1 if direction == FORWARD else 1, micro_batch)
+
+    def _send(self, chunk: int, direction: int, micro_batch: int, source: int) -> None:
+        self._exchange("send", chunk, direction, 1 if direction == FORWARD else -1, micro_batch, source)
+
+    def _exchange(
+        self, kind: str, chunk: int, direction: int, towards: int, micro_batch: int, source: int = -1
+    ) -> int:
+        """A message over the boundary between two stages; where both are on this rank, what would be sent."""
+        stage = self.pipeline.stage(self.plan.rank, chunk)
+        if not 0 <= stage + towards < self.pipeline.stages:
+            return -1
+        boundary = min(stage, stage + towards)
+        peer, _ = self.pipeline.place(stage + towards)
+        if peer == self.plan.rank:
+            key = (boundary, direction, micro_batch)
+            return self.handed.pop(key) if kind == "recv" else self.handed.setdefault(key, source)
+        distance, which = peer - self.plan.rank, (kind, chunk, direction)
+        if which not in self.messages:
+            self.messages[which] = _message(kind, distance, direction, chunk, self.step)
+        tag = self._tag(boundary, direction, micro_batch)
+        template = self.messages[which]
+        return self.assembly.place(template, micro_batch=micro_batch, tag=tag, data=source).base
+
+    def _tag(self, boundary: int, direction: int, micro_batch: int) -> int:
+        """A number of its own for each message between two ranks: step, micro-batch, boundary and direction."""
+        count = self.assembly.step * self.pipeline.micro_batches + micro_batch
+        return 2 * (count * self.pipeline.chunks + boundary // self.pipeline.ranks) + direction
 
 
-def _message(kind: str, peer: int, direction: int, step: StepPlan) -> Template:
-    """A send or receive of an activation or its cotangent, from or to the stage `peer` further."""
-    what = "forward" if direction == FORWARD else "backward"
+def _with_phases(phases: Phases) -> Iterator[tuple[str, Action]]:
+    for name, actions in zip(Phases._fields, phases, strict=True):
+        for action in actions:
+            yield name, action
+
+
+def _message(kind: str, distance: int, direction: int, chunk: int, step: StepPlan) -> Template:
+    """A send or receive of an activation or its cotangent, to or from the rank `distance` further."""
+    several = step.pipeline.chunks > 1
     deps = (Ref("port", "data"),) if kind == "send" else ()
-    name = f"{kind}_{what}"
+    name = f"{kind}_{'forward' if direction == FORWARD else 'backward'}"
+    channel = f"{name}.{chunk}" if kind == "recv" else ""
     node = TemplateNode(
-        name, kind, kind, step.message, peer=peer, deps=deps, dtype=step.dtype, phase="pipeline"
-    )
-    return Template("pipeline", "pipeline", chain([node]), numbers=("micro_batch",))
+        name, kind, kind, step.message, peer=distance, channel=channel, deps=deps, dtype=step.dtype,
+        phase="pipeline",
+    )  # fmt: skip
+    numbers = ("micro_batch", "chunk") if several else ("micro_batch",)
+    return Template(f"chunk{chunk}" if several else "pipeline", "pipeline", chain([node]), numbers=numbers)
 
 
 def stage_program(plan: StagePlan, step: StepPlan) -> Program:
-    """The program of every rank of a stage."""
-    return _Stage(plan, step).run()
+    """The program of every rank that holds these stages."""
+    return _Rank(plan, step).program()

@@ -1,25 +1,28 @@
 """Templates: the nodes of one block in one phase with concrete numbers, to be repeated over layers and micro-batches.
 
-A node of a template depends on other nodes of the same instance, on nodes of the forward instance it belongs to (the
-same layer and micro-batch), and on **ports**: nodes outside, which each instance connects.
+A node of a template depends on other nodes of the same instance, on nodes of the **earlier** instances it belongs to
+(the forward of the same layer and micro-batch, and for weight gradients its input gradient), and on **ports**: nodes
+outside, which each instance connects.
 
 Ports: `x` (what made the block's input), `dy` (what made the cotangent it starts from), `weights` (what gathered its
-parameters), `compute` and `comm` (the last node before it on the compute and on the communication stream), `recv`
-(the receive before it), and names of their own for data-parallel work.
+parameters), names of their own for data-parallel work, and **streams**, whose port is the last node before it on them:
+`compute`, `comm`, and for receives one for each stage that something comes from.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Ref", "Template", "TemplateNode"]
+__all__ = ["EARLIER", "Ref", "Template", "TemplateNode"]
+
+EARLIER = ("forward", "input")
+"""The instances of the same block and micro-batch that a template may refer to."""
 
 COMPUTE = "compute"
-RECV = "recv"
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A dependency: `self` or `forward` with a node's index, or `port` with a name."""
+    """A dependency: `self`, or one of `EARLIER`, with a node's index, or `port` with a name."""
 
     kind: str
     target: int | str
@@ -31,7 +34,8 @@ class TemplateNode:
 
     `kind` is `compute`, a collective (`all_reduce`, ...), `send` or `recv`. Work: `flops` (2 a multiply-add) and
     `bytes` moved to and from memory for compute; `bytes` of the message for communication, over the mesh's `axes`
-    (one group of ranks) or to the `peer` stage. `model_flops` is what a FLOP count of the model credits it with.
+    (one group of ranks) or with the `peer`, which is so many ranks further in the pipeline. `model_flops` is what a
+    FLOP count of the model credits it with.
     """
 
     name: str
@@ -42,6 +46,7 @@ class TemplateNode:
     model_flops: int = 0
     axes: tuple[str, ...] = ()
     peer: int = 0
+    channel: str = ""
     deps: tuple[Ref, ...] = ()
     dtype: str = ""
     phase: str = "forward"
@@ -55,8 +60,8 @@ class TemplateNode:
 
     @property
     def stream(self) -> str:
-        """The stream a node is chained on: `compute`, `comm`, or `recv`, for a receive waits for its message alone."""
-        return COMPUTE if self.is_compute else RECV if self.kind == RECV else "comm"
+        """The stream a node is chained on; a receive waits for those before it of its own `channel` alone."""
+        return self.channel or (COMPUTE if self.is_compute else "comm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,8 @@ class Template:
 
     `block` and `phase` name it; `output` is what makes the tensor it hands on (its activation, or its cotangent).
     `gradients` maps parameters to the index of the node after which their gradient is complete. `numbers` are those
-    an instance is named by: `layer`, `micro_batch`.
+    an instance is named by (`layer`, `micro_batch`) or marked with (`chunk`). `part` says which part of a split
+    backward it is: `input` or `weight`.
     """
 
     block: str
@@ -74,10 +80,11 @@ class Template:
     output: Ref | None = None
     gradients: Mapping[str, int] = field(default_factory=dict)
     numbers: tuple[str, ...] = ("layer", "micro_batch")
+    part: str = ""
 
-    def last(self, stream: str) -> int | None:
-        """The index of the last node on the `compute`, `comm` or `recv` stream, or None."""
-        return next((i for i in reversed(range(len(self.nodes))) if self.nodes[i].stream == stream), None)
+    def lasts(self) -> dict[str, int]:
+        """The index of the last node on each of its streams."""
+        return {node.stream: i for i, node in enumerate(self.nodes)}
 
     @property
     def ports(self) -> tuple[str, ...]:
@@ -88,7 +95,7 @@ class Template:
 
 
 def chain(nodes: list[TemplateNode]) -> tuple[TemplateNode, ...]:
-    """The nodes with each stream's order added as dependencies: compute, communication and receives."""
+    """The nodes with each stream's order added as dependencies: compute, communication, receives."""
     last: dict[str, Ref] = {}
     chained = []
     for i, node in enumerate(nodes):
