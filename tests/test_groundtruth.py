@@ -15,7 +15,7 @@ RECORDS = Path(__file__).parent / "data" / "groundtruth"
 SHARED = Path(__file__).parents[2] / "shared" / "reference" / "groundtruth"
 
 IDENTICAL = ("identical", ())
-SKIPPED = ("skipped", ())
+RECEIVED, PAIRS = "received-early", "sent-after-both"
 
 MEGATRON: dict[str, tuple[str, tuple[str, ...]]] = {
     "tp2": IDENTICAL,
@@ -39,8 +39,8 @@ MEGATRON: dict[str, tuple[str, tuple[str, ...]]] = {
     "pp2_m4": IDENTICAL,
     "pp4_m8": IDENTICAL,
     "pp2_tp2_sp_dp2_m4_distopt": IDENTICAL,
-    "pp2_vpp2_m4": SKIPPED,
-    "pp2_vpp2_m4_nooverlap_batch": SKIPPED,
+    "pp2_vpp2_m4": ("explained", (RECEIVED,)),
+    "pp2_vpp2_m4_nooverlap_batch": ("explained", (PAIRS, RECEIVED)),
     "cp2_stubattn": ("explained", ("attention-stubbed",)),
 }
 
@@ -150,8 +150,14 @@ def test_dtensor_fsdp2_and_checkpointing(name: str) -> None:
 def test_pipelines_as_executed() -> None:
     for path in stored("pp_runtime_torch"):
         verdicts = list(compare_file(path))
-        assert [verdict.status for verdict in verdicts] == ["identical"] * 5 + ["skipped"] * 8
-        assert [verdict.events for verdict in verdicts[:5]] == [32, 160, 32, 160, 80]
+        assert [tuple(verdict.explained) for verdict in verdicts] == [
+            *[()] * 5,
+            *[(RECEIVED,)] * 6,
+            *[(PAIRS, RECEIVED)] * 2,
+        ]
+        assert not [line for verdict in verdicts for line in verdict.unexplained]
+        events = [verdict.events for verdict in verdicts]
+        assert events == [32, 160, 32, 160, 80, 80, 80, 352, 416, 80, 384, 69, 342]
 
 
 def test_pipelines_as_planned() -> None:
@@ -162,8 +168,12 @@ def test_pipelines_as_planned() -> None:
         table = [verdict for verdict in verdicts if verdict.case.startswith("Schedule1F1B")]
         assert [tuple(verdict.explained) for verdict in table] == [("last-rank-off-by-one",)] * 5
         others = [verdict for verdict in verdicts if verdict not in gpipe + table]
-        assert [verdict.status for verdict in others] == ["skipped"] * 23
-        assert "is not a schedule of this version" in others[0].skipped
+        orders, messages = others[::2], others[1::2]
+        assert [verdict.status for verdict in orders] == ["identical"] * 23
+        for verdict in messages:
+            pairs = (PAIRS,) if "DualPipeV" in verdict.case else ()
+            assert tuple(verdict.explained) == (*pairs, RECEIVED)
+            assert not verdict.unexplained
 
 
 def records_here() -> list[Path]:
@@ -240,6 +250,9 @@ CHANGES = {
     "a wrong group of experts": ("ep2_dp4_distopt", alter("reduce_scatter", 1, group=[0, 1])),
     "a wrong peer": ("pp4_m8", alter("send", peer=2)),
     "a wrong phase": ("tp2_sp", alter("all_reduce", 3, phase="optimizer")),
+    "a receive after its use": ("pp2_vpp2_m4", lambda ops: ops.insert(9, ops.pop(4))),
+    "a message sent late": ("pp2_vpp2_m4", lambda ops: ops.insert(3, ops.pop(1))),
+    "another chunk's turn": ("pp2_vpp2_m4", lambda ops: ops[0].update(chunk=1)),
     "one more collective": ("tp2", lambda ops: ops.append(dict(ops[1]))),
 }
 

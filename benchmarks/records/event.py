@@ -11,7 +11,7 @@ from typing import Any
 
 from stage.trace.node import NodeType, TraceNode
 
-__all__ = ["Event", "RecordError", "mark", "recorded", "synthesized"]
+__all__ = ["MARKS", "Event", "RecordError", "mark", "recorded", "synthesized"]
 
 PHASES = {
     "fwd": "forward",
@@ -28,6 +28,9 @@ PHASES = {
 """Phases of records and of traces that have another name here."""
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+MARKS = ("F", "B", "I", "W")
+MARK_NAMES = {"F": "F", "B": "B", "fwd": "F", "bwd": "B", "bwd_input": "I", "bwd_weight": "W"}
+PARTS = {"": "B", "input": "I", "weight": "W"}
 OPS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "recv", "reduce_scatter", "send")
 
 
@@ -37,7 +40,7 @@ class RecordError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One collective (`group` holds its ranks), message (`group` holds the peer) or compute mark.
+    """One collective (`group` holds its ranks), message (`group` holds the peer) or compute mark (`group` the chunk).
 
     Two events are equal if phase, op, group, bytes and dtype are. `name`, `micro_batch` and `details` (fields of a
     record that no comparison reads, but explanations do) only describe it.
@@ -53,33 +56,40 @@ class Event:
     details: Mapping[str, Any] = field(default_factory=dict, compare=False, hash=False)
 
     def __str__(self) -> str:
-        if self.op in ("F", "B"):
-            return f"-- {self.op}{self.bytes}"
+        if self.op in MARKS:
+            return f"-- {self.op}{self.bytes}" + (f" of chunk {self.group[0]}" if self.group else "")
         where = f"rank {self.group[0]}" if self.op in ("send", "recv") else " ".join(map(str, self.group))
         return f"{self.phase:<9} {self.op} [{where}] {self.bytes} bytes {self.dtype}"
 
 
-def mark(kind: str, micro_batch: int) -> Event:
-    """The mark at which the forward (`F`) or backward (`B`) of a micro-batch begins."""
-    return Event("", kind, (), micro_batch, "", micro_batch=micro_batch)
+def mark(kind: str, micro_batch: int, chunk: int = -1) -> Event:
+    """The mark at which a forward, a backward or its halves (`F B I W`) begin, of a chunk where a rank has several."""
+    return Event("", kind, () if chunk < 0 else (chunk,), micro_batch, "", micro_batch=micro_batch)
 
 
-def recorded(ops: Sequence[Mapping[str, Any]]) -> list[Event]:
-    """The events of a list of recorded ops, normalised; marks that are no compute are left out."""
+def recorded(ops: Sequence[Mapping[str, Any]], ranks: int = 0) -> list[Event]:
+    """The events of a list of recorded ops, normalised; marks that are no compute are left out.
+
+    Where a rank holds several pipeline stages, `ranks` is how many hold one.
+    """
     events = []
     for op in ops:
         if "mark" in op:
-            events += _recorded_mark(op)
+            events += _recorded_mark(op, ranks)
         elif op.get("group_size") != 1:
             events.append(_recorded_op(op))
     return events
 
 
-def _recorded_mark(op: Mapping[str, Any]) -> list[Event]:
-    kind = {"F": "F", "B": "B", "fwd": "F", "bwd": "B"}.get(op["mark"])
+def _recorded_mark(op: Mapping[str, Any], ranks: int) -> list[Event]:
+    """A mark; a stage is the rank's chunk by how often stages have gone through all ranks before it."""
+    kind = MARK_NAMES.get(op["mark"])
     if kind is None:
         return []
-    return [mark(kind, int(op["mb"] if "mb" in op else op["n"]))]
+    chunk = -1
+    if ranks:
+        chunk = int(op["stage"]) // ranks if "stage" in op else int(op.get("chunk", -1))
+    return [mark(kind, int(op["mb"] if "mb" in op else op["n"]), chunk)]
 
 
 def _recorded_op(op: Mapping[str, Any]) -> Event:
@@ -106,23 +116,20 @@ def _recorded_op(op: Mapping[str, Any]) -> Event:
 def synthesized(
     nodes: Iterator[TraceNode], groups: Mapping[str, Sequence[int]], *, marks: bool
 ) -> list[Event]:
-    """The events of a synthesized trace; with `marks` also where the forward and backward of micro-batches begin."""
+    """The events of a synthesized trace; with `marks` also where forwards and backwards of micro-batches begin."""
     events: list[Event] = []
-    current = ("", -1)
+    current = ("", -1, -1)
     for node in nodes:
         phase, micro_batch = str(node.get("phase", "")), _number(node, "micro_batch")
         phase = PHASES.get(phase, phase)
         if node.type in (NodeType.COMM_SEND, NodeType.COMM_RECV):
             peer = _number(node, "comm_dst" if node.type == NodeType.COMM_SEND else "comm_src")
             events.append(_event(node, phase, (peer,), micro_batch))
-        elif (
-            marks
-            and phase in ("forward", "backward")
-            and micro_batch >= 0
-            and (phase, micro_batch) != current
-        ):
-            current = (phase, micro_batch)
-            events.append(mark("F" if phase == "forward" else "B", micro_batch))
+        elif marks and phase in ("forward", "backward") and micro_batch >= 0:
+            kind = "F" if phase == "forward" else PARTS[str(node.get("part", ""))]
+            if (kind, micro_batch, _number(node, "chunk")) != current:
+                current = (kind, micro_batch, _number(node, "chunk"))
+                events.append(mark(*current))
         if node.type == NodeType.COMM_COLL:
             events.append(_event(node, phase, tuple(groups[str(node.get("pg_name"))]), micro_batch))
     return events

@@ -13,7 +13,7 @@ from benchmarks.records.compare import Context, Explanation, compare
 from benchmarks.records.event import Event, RecordError, synthesized
 from benchmarks.records.megatron_rules import OPTIMIZER_RULES
 from benchmarks.records.moe_rules import MOE_RULES
-from benchmarks.records.schedules import SCHEDULE_RULES
+from benchmarks.records.schedules import RECEIVED_EARLY, SCHEDULE_RULES, SENT_AFTER_BOTH
 from benchmarks.records.torch_rules import TORCH_RULES
 from stage.errors import StageError
 from stage.traceset import TraceSet
@@ -54,9 +54,10 @@ MEGATRON = Format(
     "megatron",
     megatron.read,
     megatron.synthesize_case,
-    (*MOE_RULES, *OPTIMIZER_RULES),
+    (*MOE_RULES, *OPTIMIZER_RULES, SENT_AFTER_BOTH, RECEIVED_EARLY),
     megatron.skip_reason,
     True,
+    megatron.seen,
 )
 RUNTIME = _pipeline("pipeline runtime", schedules.read_runtime)
 TABLES = _pipeline("pipeline tables", schedules.read_tables)

@@ -1,17 +1,17 @@
 """Records of Megatron-core's GPTModel, one configuration a file: the same job as a request to Stage."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.records.case import Case
-from benchmarks.records.event import RecordError, recorded
+from benchmarks.records.event import Event, RecordError, mark, recorded
 from benchmarks.records.reference_model import model
 from stage.catalog import load_strategy
 from stage.strategy import Strategy
 from stage.synthesis import synthesize
 from stage.traceset import TraceSet
 
-__all__ = ["KEYS", "read", "skip_reason", "synthesize_case"]
+__all__ = ["KEYS", "read", "seen", "skip_reason", "synthesize_case"]
 
 KEYS = ("tp", "pp", "dp", "sp", "layers", "hidden", "heads", "ffn", "vocab", "S", "B", "m")
 """Keys that a configuration must have; the others have defaults."""
@@ -24,7 +24,8 @@ def read(data: Mapping[str, Any], name: str) -> list[Case]:
     missing = [key for key in KEYS if key not in data["config"]]
     if missing:
         raise RecordError(f"the configuration lacks {', '.join(missing)}")
-    ranks = {int(rank): recorded(entry["ops"]) for rank, entry in data["ranks"].items()}
+    several = data["config"]["pp"] if (data["config"].get("vpp") or 1) > 1 else 0
+    ranks = {int(rank): recorded(entry["ops"], several) for rank, entry in data["ranks"].items()}
     return [Case(str(data.get("name", name)), {**data["config"], "error": data.get("error")}, ranks)]
 
 
@@ -32,13 +33,20 @@ def skip_reason(config: Mapping[str, Any]) -> str:
     """Why a configuration can not be compared, or nothing."""
     if config.get("error"):
         return f"the recorded run failed: {str(config['error']).splitlines()[0]}"
-    if (config.get("vpp") or 1) > 1:
-        return "interleaved pipelines (vpp) are not a schedule of this version"
     if config.get("mtp"):
         return "multi-token prediction is not built by the reference model"
     if config.get("swiglu") is False:
         return "the reference model has SwiGLU alone"
     return ""
+
+
+def seen(events: Sequence[Event], _kind: str) -> list[Event]:
+    """The events of a synthesized trace as a record holds them: backwards are counted, whatever chunk they are of."""
+    found: list[Event] = []
+    for event in events:
+        count = sum(before.op == "B" for before in found)
+        found.append(mark("B", count) if event.op == "B" else event)
+    return found
 
 
 def synthesize_case(config: Mapping[str, Any]) -> TraceSet:
@@ -95,5 +103,7 @@ def _strategy(config: Mapping[str, Any]) -> Strategy:
         zero=1 if config.get("dist_opt") else 0,
         overlap_grad=overlap,
         recompute=config.get("recompute") or "none",
+        schedule="interleaved" if (config.get("vpp") or 1) > 1 else None,
+        vpp=config.get("vpp"),
         bucket_size=(config.get("bucket") or OVERLAP_BUCKET) if overlap else 0,
     )
