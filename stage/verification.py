@@ -1,5 +1,7 @@
 """Verification of a trace set by the shortest way that proves it."""
 
+from pathlib import Path
+
 from stage.io.chakra import DirectorySource
 from stage.io.recognise import recognise_classes
 from stage.trace.report import Report
@@ -7,7 +9,12 @@ from stage.trace.verify import verify
 from stage.trace.verify_classes import verify_classes
 from stage.traceset import TraceSet
 
-__all__ = ["verify_set"]
+__all__ = ["verify_path", "verify_set"]
+
+
+def verify_path(path: str | Path, *, exhaustive: bool = False) -> Report:
+    """Return everything that is wrong with the traces at a path."""
+    return verify_set(TraceSet.open(path), exhaustive=exhaustive)
 
 
 def verify_set(source: TraceSet | DirectorySource, *, exhaustive: bool = False) -> Report:

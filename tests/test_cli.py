@@ -6,7 +6,7 @@ The library functions are recorded here, not run: `test_cli_end_to_end.py` runs 
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -276,6 +276,7 @@ class Defect:
 class Report:
     defects: tuple[Defect, ...]
     unchecked: tuple[str, ...] = ()
+    warnings: tuple[Defect, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -290,29 +291,43 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **functions: object) ->
 
 
 def test_verify_exits_1_on_defects(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    stand_in(monkeypatch, "stage.io.chakra", open_directory=lambda path: path)
     defect = Defect(0, 7, "dependency", "node 7 waits for node 9, which is not in the file")
-    stand_in(monkeypatch, "stage.trace.verify", verify=lambda _: Report((defect,), ("ranks 1 to 3",)))
+    warning = Defect(None, None, "descriptors", "many files")
+    report = Report((defect,), ("ranks 1 to 3",), (warning, replace(warning, rank=2)))
+    stand_in(monkeypatch, "stage.verification", verify_path=lambda *_, **__: report)
     assert main(["verify", "t", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {
         "ok": False,
         "defects": [{"rank": 0, "node": 7, "rule": "dependency", "message": defect.message}],
+        "warnings": [
+            {"rank": None, "node": None, "rule": "descriptors", "message": "many files"},
+            {"rank": 2, "node": None, "rule": "descriptors", "message": "many files"},
+        ],
         "unchecked": ["ranks 1 to 3"],
     }
     assert main(["verify", "t"]) == 1
     assert capsys.readouterr().out == (
         "rank  node  rule        message\n"
         f"   0     7  dependency  {defect.message}\n"
+        "warning: many files\n"
+        "warning: rank 2: many files\n"
         "not checked: ranks 1 to 3\n"
         "t: 1 defect\n"
     )
 
 
 def test_verify_exits_0_without_defects(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    stand_in(monkeypatch, "stage.io.chakra", open_directory=lambda path: path)
-    stand_in(monkeypatch, "stage.trace.verify", verify=lambda _: Report(()))
+    asked: list[tuple[Path, bool]] = []
+
+    def verify_path(path: Path, *, exhaustive: bool) -> Report:
+        asked.append((path, exhaustive))
+        return Report(())
+
+    stand_in(monkeypatch, "stage.verification", verify_path=verify_path)
     assert main(["verify", "t"]) == 0
     assert capsys.readouterr().out == "t: no defect\n"
+    assert main(["verify", "t", "--exhaustive"]) == 0
+    assert asked == [(Path("t"), False), (Path("t"), True)]
 
 
 def test_export_lists_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:

@@ -37,7 +37,10 @@ def test_a_job_from_synthesis_to_summary(tmp_path: Path, capsys: Capture) -> Non
     assert report["seconds"] > 0
 
     assert main(["verify", str(out), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"ok": True, "defects": [], "unchecked": []}
+    sound = {"ok": True, "defects": [], "warnings": [], "unchecked": []}
+    assert json.loads(capsys.readouterr().out) == sound
+    assert main(["verify", str(out), "--exhaustive", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == sound
     assert main(["show", str(out)]) == 0
     assert main(["show", str(out), "--rank", "7", "--json"]) == 0
     capsys.readouterr()

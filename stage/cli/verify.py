@@ -36,10 +36,9 @@ Exhaustive = Annotated[
 
 def verify(traces: TraceFolder, exhaustive: Exhaustive = False, json: Json = False) -> None:
     """Verify the traces of a folder and print every defect."""
-    from stage.traceset import TraceSet
-    from stage.verification import verify_set
+    from stage.verification import verify_path
 
-    report = verify_set(TraceSet.open(traces), exhaustive=exhaustive)
+    report = verify_path(traces, exhaustive=exhaustive)
     defects, warnings = _records(report.defects), _records(report.warnings)
     if json:
         unchecked = list(report.unchecked)
