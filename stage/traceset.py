@@ -75,7 +75,9 @@ class TraceSet:
     @staticmethod
     def of(job: Job) -> "TraceSet":
         """The trace set of a job."""
-        return TraceSet(job.classes(), job.description, [totals(program) for program in job.programs])
+        classes = job.classes()
+        summaries = [totals(program, classes.groups.size) for program in job.programs]
+        return TraceSet(classes, job.description, summaries)
 
     @staticmethod
     def open(path: str | Path) -> DirectorySource:
