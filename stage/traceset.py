@@ -16,6 +16,7 @@ from stage.trace.classes import RankClasses
 from stage.trace.expand import ClassImage, expand
 from stage.trace.groups import GroupTable
 from stage.trace.image import NameStyle, Widths
+from stage.trace.limits import exceeded
 from stage.trace.node import TraceNode
 from stage.trace.program import Program
 from stage.trace.totals import totals
@@ -107,6 +108,12 @@ class TraceSet:
             "groups": self.classes.groups.count,
             "classes": [self._class_entry(number) for number in range(self.classes.count)],
         }
+
+    @property
+    def warnings(self) -> list[str]:
+        """Limits of single consumers that the job exceeds."""
+        tag = max((summary.get("largest_tag", 0) for summary in self.summaries), default=0)
+        return [text for _, text in exceeded(self.world, self.classes.groups.count, tag)]
 
     def _class_entry(self, number: int) -> dict[str, Any]:
         data = self.classes.image(number).data

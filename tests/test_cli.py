@@ -24,6 +24,7 @@ class Recorder:
     """Stands in for `stage.synthesize` and for the TraceSet that it returns."""
 
     calls: list[tuple[tuple[object, ...], dict[str, object]]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def __call__(self, *args: object, **options: object) -> "Recorder":
         self.calls.append((args, options))
@@ -124,8 +125,18 @@ def test_synth_prints_a_summary_in_both_forms(capsys: Capture) -> None:
     assert "bytes    5,000,000 (4.768 MiB)" in shown
     assert main(["synth", "m", "--out", "t", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert list(report) == ["out", "ranks", "classes", "nodes", "bytes", "seconds"]
+    assert list(report) == ["out", "ranks", "classes", "nodes", "bytes", "seconds", "warnings"]
     assert (report["ranks"], report["bytes"]) == (8, 5_000_000)
+
+
+def test_synth_says_in_one_line_what_no_consumer_takes(recorder: Recorder, capsys: Capture) -> None:
+    recorder.warnings = ["many groups", "long tags"]
+    assert main(["synth", "m", "--out", "t"]) == 0
+    assert capsys.readouterr().err == "stage: warning: many groups; long tags\n"
+    assert main(["synth", "m", "--out", "t", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["warnings"] == recorder.warnings
+    assert captured.err == ""
 
 
 @pytest.mark.parametrize(

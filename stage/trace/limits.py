@@ -2,7 +2,7 @@
 
 from typing import Final
 
-__all__ = ["GROUP_OVERFLOW", "TAG_LIMIT", "exceeded"]
+__all__ = ["GROUP_OVERFLOW", "TAG_LIMIT", "exceeded", "needed"]
 
 GROUP_OVERFLOW: Final = 2148
 """ASTRA-sim multiplies a group's number by a million in an int of 32 bits."""
@@ -30,7 +30,12 @@ def exceeded(world: int, groups: int, tag: int) -> list[tuple[str, str]]:
         found.append(("group-number", text))
     if tag >= TAG_LIMIT:
         found.append(("comm-tag", f"tags up to {tag}, but consumers take tags below {TAG_LIMIT}"))
-    if world > DESCRIPTORS:
-        text = f"ASTRA-sim keeps a file open for each of {world} ranks: raise `ulimit -n` beyond that"
-        found.append(("descriptors", text))
     return found
+
+
+def needed(world: int) -> list[tuple[str, str]]:
+    """What the machine of a consumer must allow, each as a rule and a text."""
+    if world <= DESCRIPTORS:
+        return []
+    text = f"ASTRA-sim keeps a file open for each of {world} ranks: raise `ulimit -n` beyond that"
+    return [("descriptors", text)]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from stage.errors import StageError
-from stage.trace.limits import exceeded
+from stage.trace.limits import exceeded, needed
 from stage.trace.report import Defect, Findings, Report, plural
 from stage.trace.verify_groups import Groups, check_collectives, read_groups
 from stage.trace.verify_messages import check_messages
@@ -63,7 +63,7 @@ def verify(
             "process groups are not given: members of a group are taken to be the ranks that use it"
         )
     compare_ranks(records, known, findings, unchecked)
-    for rule, text in exceeded(source.world, max(known.members, default=0), 0):
+    for rule, text in (*exceeded(source.world, max(known.members, default=0), 0), *needed(source.world)):
         findings.warn(None, None, rule, text)
     return findings.report(
         unchecked, len(records), sum(len(record.structure.ids) for record in records.values())

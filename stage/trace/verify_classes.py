@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from stage.errors import TraceError
 from stage.trace.classes import RankClasses
-from stage.trace.limits import exceeded
+from stage.trace.limits import exceeded, needed
 from stage.trace.report import Defect, Findings, Report, plural
 from stage.trace.verify import compare_ranks
 from stage.trace.verify_groups import Groups
@@ -55,7 +55,8 @@ def verify_classes(classes: RankClasses) -> Report:
         ClassPatches(classes, number, records[rank], data, numbers, findings).check()
     compare_ranks(records, known, findings, unchecked)
     tags = [int(record.columns[TAG].max(initial=0)) for record in records.values()]
-    for rule, text in exceeded(world, classes.groups.count, max(tags, default=0)):
+    limits = exceeded(world, classes.groups.count, max(tags, default=0))
+    for rule, text in (*limits, *needed(world)):
         findings.warn(None, None, rule, text)
     warn_alike(numbers, findings)
     nodes = classes.ranks_per_class * sum(len(record.structure.ids) for record in records.values())
