@@ -269,6 +269,7 @@ def test_show_prints_what_the_library_reports(monkeypatch: pytest.MonkeyPatch, c
     forms = {
         "strategy": "mine",
         "degrees": {"tp": 2},
+        "parts": {},
         "batch": 1,
         "seq": 8,
         "vocab": 16,

@@ -179,6 +179,15 @@ class _Sharder:
                 tensor, factors.results[i], pending, op.reduction, assignment, self.mesh, self.sizes
             )
         self.nodes.append(Node(node.op, node.name, inputs, node.outputs, node.attrs, node.phase))
+        for name in node.outputs:
+            self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        """Reduce what an op left pending at once, where an op of this block reads it."""
+        if self.layouts[name].pending and name in self.consumers:
+            reader = self.consumers[name][0]
+            wanted = self.wants[reader.name][2][reader.inputs.index(name)]
+            self._move(name, self._resolved(name, wanted))
 
     def _reshard(self, name: str, wanted: Layout) -> str:
         have = self.layouts.setdefault(
