@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from stage.io.chakra import DirectorySource, open_directory, write_directory
 from stage.mesh import Mesh
 from stage.trace.classes import RankClasses
-from stage.trace.expand import ClassImage, expand
+from stage.trace.expand import ClassImage, Encoded, expand
 from stage.trace.groups import GroupTable
 from stage.trace.image import NameStyle, Widths
 from stage.trace.limits import exceeded
@@ -52,8 +52,10 @@ class Job:
         widths = Widths(ids, {key: groups.width(key) for key in axes})
         header = frame(encode_metadata(SCHEMA_VERSION))
 
+        encoded: Encoded = {}
+
         def image(number: int) -> ClassImage:
-            return expand(self.programs[number], self.style, widths, header)
+            return expand(self.programs[number], self.style, widths, header, encoded)
 
         return RankClasses(self.mesh, axes, len(self.programs), image, self.placement)
 

@@ -15,10 +15,11 @@ from stage.trace.node import CommType, NodeType
 from stage.trace.template import Ref, Template, TemplateNode
 from stage.trace.wire import attribute, varint
 
-__all__ = ["Image", "NameStyle", "Widths", "encode_template", "put_varints"]
+__all__ = ["Image", "NameStyle", "Pattern", "Widths", "encode_template", "put_varints"]
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
+Pattern = tuple[tuple[int, int] | None, ...]
 
 COLLECTIVE_TYPES = {
     "all_reduce": CommType.ALL_REDUCE,
@@ -203,7 +204,7 @@ def _node_type(node: TemplateNode) -> NodeType:
 
 
 def resolve_deps(
-    template: Template, pattern: Sequence[tuple[int, int] | None]
+    template: Template, pattern: Pattern
 ) -> list[list[tuple[int, int]]]:
     """The dependencies of each node as (source, offset), each once; `pattern` says what each port is."""
     port = dict(zip(template.ports, pattern, strict=True))
@@ -223,7 +224,7 @@ def _source(ref: Ref) -> tuple[int, int]:
 
 
 def encode_template(
-    template: Template, pattern: Sequence[tuple[int, int] | None], style: NameStyle, widths: Widths
+    template: Template, pattern: Pattern, style: NameStyle, widths: Widths
 ) -> Image:
     """The image of a template whose ports are connected as `pattern` says.
 

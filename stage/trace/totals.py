@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from stage.trace.program import Program
+from stage.trace.program import COLUMNS, Program
 
 __all__ = ["totals"]
+
+TAG = COLUMNS.index("tag")
 
 
 def totals(program: Program, group_size: Callable[[tuple[str, ...]], int]) -> dict[str, Any]:
@@ -42,5 +44,5 @@ def totals(program: Program, group_size: Callable[[tuple[str, ...]], int]) -> di
             }
             for (kind, axes), (n, size) in sorted(communication.items())
         ],
-        "largest_tag": max((instance.tag for instance in program.instances), default=0),
+        "largest_tag": max((int(rows[:, TAG].max(initial=0)) for rows in program.instances), default=0),
     }
