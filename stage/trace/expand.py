@@ -4,7 +4,7 @@ The work is done with numpy on all instances of an image at once; what remains f
 groups and peers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ __all__ = ["ClassImage", "Encoded", "expand"]
 
 FIELD_WIDTHS = {"layer": LAYER_WIDTH, "micro_batch": MICRO_BATCH_WIDTH, "step": STEP_WIDTH, "tag": TAG_WIDTH}
 BASE, FORWARD = COLUMNS.index("base"), COLUMNS.index("forward")
+SHARED = [COLUMNS.index(name) for name in ("micro_batch", "step", "tag")]
 IN_FORWARD = 1 << 32
 """Ports in the forward instance are told from others by adding this to the node's number."""
 
@@ -66,13 +67,19 @@ def _connections(rows: Ints, starts: Ints, nodes: Ints) -> Ints:
     return np.where(ports < 0, -1, found)
 
 
-def _variants(connections: Ints) -> Iterator[tuple[Pattern, Ints]]:
-    """Instances that share an image, those whose ports are connected alike, and how they are."""
-    alike = np.zeros(len(connections), np.int64)
-    for column in connections.T:
+def _alike(columns: Ints) -> Ints:
+    """A number for each row that is the same where the rows are, from 0 on."""
+    found = np.zeros(len(columns), np.int64)
+    for column in columns.T:
         if (column != column[0]).any():
             kinds = np.unique(column, return_inverse=True)[1]
-            alike = np.unique(alike * (1 + kinds.max()) + kinds, return_inverse=True)[1]
+            found = np.unique(found * (1 + kinds.max()) + kinds, return_inverse=True)[1]
+    return found
+
+
+def _variants(connections: Ints) -> Iterator[tuple[Pattern, Ints]]:
+    """Instances that share an image, those whose ports are connected alike, and how they are."""
+    alike = _alike(connections)
     order = np.argsort(alike, kind="stable")
     for members in np.split(order, np.cumsum(np.bincount(alike))[:-1]):
         yield tuple(map(_pattern, connections[members[0]].tolist())), members
@@ -138,14 +145,30 @@ def _starts(parts: list[tuple[Image, Ints]], first: int) -> tuple[list[Ints], in
 
 
 def _fill(scatter: Scatter, at: Ints, image: Image, rows: Ints, style: NameStyle) -> None:
-    """Put the image at each instance's place, with what is the instance's own."""
+    """Put the image at each instance's place, with what is the instance's own.
+
+    Numbers that instances share are put in first, once for all of them: a micro-batch has as many as layers.
+    """
     length, data = len(image.data), scatter.data
-    for start in at.tolist():
-        data[start : start + length] = image.data
+    shared = _alike(rows[:, SHARED])
+    firsts = rows[np.unique(shared, return_index=True)[1]]
+    images = np.tile(image.data, (len(firsts), 1))
+    places = np.arange(len(firsts)) * length
+    _put_numbers(Scatter(images.reshape(-1)), places, image, firsts, style, [COLUMNS[k] for k in SHARED])
+    copies = list(images)
+    for start, number in zip(at.tolist(), shared.tolist(), strict=True):
+        data[start : start + length] = copies[number]
+    _put_numbers(scatter, at, image, rows, style, ["layer"])
     columns = np.concatenate([[BASE, FORWARD], np.arange(PORTS, rows.shape[1])])
     values = rows[:, columns[image.ids[:, 1]]] + image.ids[:, 2]
     scatter.put(at, image.ids[:, 0], varint_words(values, image.id_width), image.id_width)
-    for name in image.fields.keys() | image.digits.keys():
+
+
+def _put_numbers(
+    scatter: Scatter, at: Ints, image: Image, rows: Ints, style: NameStyle, names: Sequence[str]
+) -> None:
+    """Put what instances are named by into their attributes and into their nodes' names."""
+    for name in names:
         numbers = rows[:, COLUMNS.index(name)][:, None]
         if name in image.fields:
             width = FIELD_WIDTHS[name]
