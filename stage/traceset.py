@@ -1,6 +1,5 @@
 """A trace set: any rank's trace as bytes or as plain values, made when it is asked for."""
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stage.io.bundle import open_bundle, write_bundle
 from stage.io.chakra import DirectorySource, open_directory, write_directory
 from stage.mesh import Mesh
 from stage.trace.classes import RankClasses
@@ -80,12 +80,15 @@ class TraceSet:
         """The trace set of a job."""
         classes = job.classes()
         summaries = [totals(program, classes.groups.size) for program in job.programs]
-        return TraceSet(classes, job.description, summaries)
+        return TraceSet(classes, {**job.description, "schema": SCHEMA_VERSION}, summaries)
 
     @staticmethod
-    def open(path: str | Path) -> DirectorySource:
-        """A trace set on disk, with the same `rank`, `nodes`, `groups` and `manifest`."""
-        return open_directory(path)
+    def open(path: str | Path) -> "DirectorySource | TraceSet":
+        """A trace set on disk, a folder or a bundle, with the same `rank`, `nodes`, `groups` and `manifest`."""
+        if not Path(path).is_file():
+            return open_directory(path)
+        bundle = open_bundle(path)
+        return TraceSet(bundle.classes, bundle.description, bundle.summaries)
 
     def rank(self, rank: int) -> bytes:
         """The bytes of a rank's trace file."""
@@ -105,7 +108,6 @@ class TraceSet:
         """Inputs, resolved sizes and mesh, counts, and for each class its totals and the digest of its bytes."""
         return {
             **self.description,
-            "schema": SCHEMA_VERSION,
             "ranks": self.world,
             "groups": self.classes.groups.count,
             "classes": [self._class_entry(number) for number in range(self.classes.count)],
@@ -118,12 +120,12 @@ class TraceSet:
         return [text for _, text in exceeded(self.world, self.classes.groups.count, tag)]
 
     def _class_entry(self, number: int) -> dict[str, Any]:
-        data = self.classes.image(number).data
+        size, sha256 = self.classes.digest(number)
         return {
             "class": number,
             "ranks": self.classes.ranks_per_class,
-            "bytes": len(data),
-            "sha256": hashlib.sha256(data.data).hexdigest(),
+            "bytes": size,
+            "sha256": sha256,
             **self.summaries[number],
         }
 
@@ -145,9 +147,27 @@ class TraceSet:
         write_directory(
             path, self.world, chosen, self.rank, self.groups, manifest, force=force, progress=progress
         )
+        return self._counts(classes)
+
+    def write_bundle(
+        self,
+        path: str | Path,
+        *,
+        force: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> dict[str, int]:
+        """Write all ranks into one file; returns the counts of `write`, and the bytes of the file.
+
+        A file of this name is a `TraceError` without `force`. `progress` counts classes.
+        """
+        size = write_bundle(path, self, force=force, progress=progress)
+        return {**self._counts([self.classes.of(rank) for rank in self.ranks]), "bundle_bytes": size}
+
+    def _counts(self, classes: Sequence[int]) -> dict[str, int]:
+        """What ranks of these classes amount to."""
         return {
-            "ranks": len(chosen),
+            "ranks": len(classes),
             "classes": len(set(classes)),
             "nodes": sum(self.summaries[c]["nodes"] for c in classes),
-            "bytes": sum(len(self.classes.image(c).data) for c in classes),
+            "bytes": sum(self.classes.digest(c)[0] for c in classes),
         }

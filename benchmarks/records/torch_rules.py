@@ -1,5 +1,6 @@
 """Known differences between PyTorch's own parallelism (DTensor, FSDP2, activation checkpointing) and Stage's."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.records.compare import Context, Explanation
@@ -24,7 +25,7 @@ def _is_sum_of_replicated(event: Event) -> bool:
 
 def _norms(name: str) -> int:
     """How many norms a block has."""
-    return {"embedding": 0, "head": 1}.get(name, 2)
+    return {"embedding": 0, "head": 1, "root": 1}.get(name, 2)
 
 
 def _sharded(context: Context) -> bool:
@@ -99,9 +100,9 @@ def _norms_summed_by_block(ours: list[Event], context: Context) -> list[Event]:
     summed = [event for event in ours if _is_sum_of_replicated(event)]
     if not _sharded(context) or not context.config["sp"] or not summed:
         return ours
-    one = resized(
-        replace(summed[0], phase="backward"), context.config["dims"]["dim"], context.config["dtypes"][0]
-    )
+    accumulated = context.config.get("grad_accum", 1) > 1
+    dtype = context.config["dtypes"][1 if accumulated else 0]
+    one = resized(replace(summed[0], phase="backward"), context.config["dims"]["dim"], dtype)
     result: list[Event] = []
     for event in without(ours, _is_sum_of_replicated):
         if ".gradients.reduce_scatter" in event.name:
@@ -145,30 +146,46 @@ def _recomputes_early_stop(ours: list[Event], context: Context) -> list[Event]:
     )
 
 
+def _is_of_ends(event: Event) -> bool:
+    """Whether an event gathers parameters or reduces gradients of the embedding or the head."""
+    moved = ".parameters." in event.name or ".gradients." in event.name
+    return moved and part(event).partition(".")[0] in ("embedding", "head")
+
+
 def _root_is_one_unit(ours: list[Event], context: Context) -> list[Event]:
-    """The root's unit holds embedding and head: gathered first in forward and backward, scattered last."""
+    """The root's unit holds embedding and head: gathered first in forward and backward, reduced last."""
     if context.config.get("wrap") != "blocks_only":
         return ours
-    ends = [e for e in ours if part(e).startswith(("embedding.", "head.")) and len(e.group) > 1]
-    rest = without(ours, lambda e: e in ends and part(e).startswith(("embedding.", "head.")))
     result: list[Event] = []
-    for batch in sorted({event.micro_batch for event in ends}):
-        own = [e for e in ends if e.micro_batch == batch]
-        gathers = [e for e in own if e.op == "all_gather" and e.phase == "forward"]
-        scatters = [e for e in own if e.op == "reduce_scatter"]
-        steps = [e for e in rest if e.micro_batch == batch]
-        forward = [e for e in steps if e.phase == "forward"]
-        root = replace(gathers[0], bytes=sum(e.bytes for e in gathers))
-        result += [root, *forward]
-        result += (
-            [replace(root, phase="backward")] if context.config["reshard_after_forward"] is not False else []
-        )
-        result += [e for e in steps if e.phase == "backward"]
-        result += [replace(scatters[0], bytes=sum(e.bytes for e in scatters))] if scatters else []
-    return result + [e for e in rest if e.micro_batch < 0]
+    for batch in range(context.config.get("grad_accum", 1)):
+        own = [event for event in ours if event.micro_batch == batch and _is_of_ends(event)]
+        rest = [event for event in ours if event.micro_batch == batch and not _is_of_ends(event)]
+        forward, backward = _joint(own, "forward", "all_gather"), _joint(own, "backward", "all_gather")
+        if context.config["reshard_after_forward"] is True:
+            backward = [replace(event, phase="backward") for event in forward]
+        elif backward:
+            held = forward[0].bytes * len(forward[0].group) // len(backward[0].group)
+            backward = [replace(backward[0], bytes=held)]
+        result += forward + [event for event in rest if event.phase == "forward"]
+        result += backward + [event for event in rest if event.phase == "backward"]
+        result += _joint(own, "backward", "reduce_scatter") + _joint(own, "backward", "all_reduce")
+    return result + [event for event in ours if event.micro_batch < 0]
+
+
+def _joint(events: Sequence[Event], phase: str, op: str) -> list[Event]:
+    """One collective for all of a kind, or none."""
+    same = [event for event in events if (event.phase, event.op) == (phase, op)]
+    name = f"root.gradients.{op}/{phase}"
+    return [replace(same[0], bytes=sum(event.bytes for event in same), name=name)] if same else []
 
 
 TORCH_RULES = (
+    Explanation(
+        "root-is-one-unit",
+        "where only blocks are wrapped, embedding, last norm and output are one unit: one gather before forward, "
+        "one more in backward, and one reduce-scatter at its end",
+        _root_is_one_unit,
+    ),
     Explanation(
         "norm-summed-by-tensor",
         "PyTorch clips with the norms of all parameters stacked: one element a parameter, in their dtype, summed over "
@@ -219,11 +236,5 @@ TORCH_RULES = (
         "torch's checkpoint stops once all saved tensors are there, so a block's last reduction is not "
         "repeated (L fewer); Stage repeats it as Megatron-core does",
         _recomputes_early_stop,
-    ),
-    Explanation(
-        "root-is-one-unit",
-        "where only blocks are wrapped, embedding, last norm and output are one unit: one gather before forward, "
-        "one more in backward, and one reduce-scatter at its end",
-        _root_is_one_unit,
     ),
 )

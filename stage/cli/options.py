@@ -52,7 +52,7 @@ StrategyName = Annotated[
         autocompletion=complete_strategy,
     ),
 ]
-TraceFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A folder of traces.")]
+TraceFolder = Annotated[Path, typer.Argument(metavar="DIR|BUNDLE", help="A folder of traces, or a bundle.")]
 Batch = Annotated[
     int | None, typer.Option("--batch", min=1, metavar="N", help="Sequences a step, over all ranks.")
 ]

@@ -10,6 +10,7 @@ import stage
 from stage.cli.options import Attention, Batch, Json, Mask, ModelName, Mtp, Seq, Sizes, StrategyName
 from stage.cli.output import print_json, print_report, print_warning, progress_bar
 from stage.cli.parse import parse_ranks, parse_sizes, parse_stage_layers, read_placement
+from stage.errors import StageError
 
 __all__ = ["HELP", "synth"]
 
@@ -21,7 +22,8 @@ Examples:
   stage synth config.json --strategy fsdp --gpus 32 --batch 64 --out t/
   stage synth my_model.py --strategy my_strategy.toml \\
       --set d_model=20480,layers=120 --gpus 8 --batch 8 --out t/
-  stage synth mixtral-8x7b --gpus 16 --ep 4 --tp 2 --batch 16 --out t/"""
+  stage synth mixtral-8x7b --gpus 16 --ep 4 --tp 2 --batch 16 --out t/
+  stage synth llama3-8b --gpus 64 --batch 128 --format bundle --out j.stage"""
 
 MESH, STEP, OUTPUT = "Mesh", "Step", "Output"
 
@@ -110,9 +112,13 @@ Ranks = Annotated[
     typer.Option("--ranks", metavar="0-7,64", help="Write only these ranks.", rich_help_panel=OUTPUT),
 ]
 Out = Annotated[
-    Path, typer.Option("--out", metavar="DIR", help="The folder to write.", rich_help_panel=OUTPUT)
+    Path, typer.Option("--out", metavar="PATH", help="The folder or bundle to write.", rich_help_panel=OUTPUT)
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing folder.", rich_help_panel=OUTPUT)]
+Format = Annotated[
+    Literal["directory", "bundle"],
+    typer.Option("--format", help="A file a rank, or one for all of them.", rich_help_panel=OUTPUT),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is there.", rich_help_panel=OUTPUT)]
 
 
 def synth(
@@ -150,12 +156,15 @@ def synth(
     vocab_multiple: VocabMultiple = None,
     steps: Steps = 1,
     ranks: Ranks = None,
+    form: Format = "directory",
     force: Force = False,
     json: Json = False,
 ) -> None:
     """Synthesize a trace set, write it, and print what was written."""
     started = time.perf_counter()
     wanted = None if ranks is None else parse_ranks(ranks)
+    if wanted is not None and form == "bundle":
+        raise StageError("--ranks: a bundle holds all ranks; leave it out, and choose them with stage unpack")
     traces = stage.synthesize(
         model,
         strategy,
@@ -190,7 +199,10 @@ def synth(
         placement=None if placement is None else read_placement(placement),
     )
     with progress_bar("writing traces", quiet=json) as progress:
-        summary = traces.write(out, ranks=wanted, force=force, progress=progress)
+        if form == "bundle":
+            summary = traces.write_bundle(out, force=force, progress=progress)
+        else:
+            summary = traces.write(out, ranks=wanted, force=force, progress=progress)
     report = {"out": str(out), **summary, "seconds": round(time.perf_counter() - started, 3)}
     if json:
         print_json(report | {"warnings": traces.warnings})

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "verify"]
 
-HELP = """Check a folder of Chakra traces, whoever wrote them.
+HELP = """Check a folder of Chakra traces, whoever wrote them, or a bundle.
 
 Proves framing, ids, dependencies, attributes, groups, equal collective sequences, send and receive pairing,
 and that all ranks together run to the end. Exit status: 0 sound, 1 defects, 2 misuse.
@@ -24,7 +24,7 @@ file of a folder is read and compared with what these say.
 \b
 Examples:
   stage verify traces/
-  stage verify traces/ --json
+  stage verify job.stage --json
   stage verify traces/ --exhaustive"""
 SHOWN = 50
 
@@ -35,7 +35,7 @@ Exhaustive = Annotated[
 
 
 def verify(traces: TraceFolder, exhaustive: Exhaustive = False, json: Json = False) -> None:
-    """Verify the traces of a folder and print every defect."""
+    """Verify the traces of a folder or a bundle and print every defect."""
     from stage.verification import verify_path
 
     report = verify_path(traces, exhaustive=exhaustive)

@@ -49,6 +49,11 @@ class ClassImage:
     groups: dict[tuple[str, ...], Ints]
     peers: dict[int, Ints]
 
+    @property
+    def memory(self) -> int:
+        """The bytes that it takes in memory."""
+        return self.data.nbytes + sum(a.nbytes for a in (*self.groups.values(), *self.peers.values()))
+
 
 def _connections(rows: Ints, starts: Ints, nodes: Ints) -> Ints:
     """For each instance and port: -1 for none, `IN_FORWARD` + node, or the first port connected to the same node.
