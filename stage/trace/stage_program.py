@@ -12,7 +12,7 @@ from stage.pipeline.schedule import Action, Phases
 from stage.pipeline.schedules import order
 from stage.trace.data_parallel import DataParallel
 from stage.trace.plan import StagePlan, StepPlan
-from stage.trace.program import Assembly, Instance, Program
+from stage.trace.program import NONE, PIPELINE_PHASES, Assembly, Program
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
 __all__ = ["stage_program"]
@@ -47,10 +47,10 @@ class _Rank:
         for step in range(self.step.steps):
             self.assembly.step = step
             for phase, action in _with_phases(phases):
-                self.assembly.pipeline_phase = phase if self.pipeline.ranks > 1 else ""
+                self.assembly.pipeline_phase = phase if self.pipeline.ranks > 1 else 0
                 self.assembly.chunk = action.chunk
                 run[action.kind](action)
-            self.assembly.pipeline_phase, self.assembly.chunk = "", 0
+            self.assembly.pipeline_phase, self.assembly.chunk = 0, 0
             self.data.finish()
         return self.assembly.program()
 
@@ -61,9 +61,9 @@ class _Rank:
         for at in units:
             before = self.assembly.last("compute")
             template = self.plan.units[at].templates.forward
-            instance = self._place(at, template, i, x=x, weights=weights)
-            self.runs[at, i] = _Run(instance.base, x)
-            x = self.assembly.resolve(instance, template.output)
+            base = self._place(at, template, i, x=x, weights=weights)
+            self.runs[at, i] = _Run(base, x)
+            x = _output(template, base, x)
             weights = self.data.gather(at + 1, i, "forward", before)
         self._send(action.chunk, FORWARD, i, x)
 
@@ -77,9 +77,8 @@ class _Rank:
             run, template = self.runs[at, i], self._backward_template(action, at)
             run.dy = dy
             if template.nodes:
-                instance = self._place(at, template, i, run, x=run.x, dy=dy, weights=weights)
-                run.input = instance.base
-                dy = self.assembly.resolve(instance, template.output)
+                run.input = self._place(at, template, i, run, x=run.x, dy=dy, weights=weights)
+                dy = _output(template, run.input, dy, run.forward)
             self.data.release(at)
             if action.kind == "B":
                 del self.runs[at, i]
@@ -109,10 +108,9 @@ class _Rank:
 
     def _place(
         self, at: int, template: Template, micro_batch: int, run: _Run | None = None, **ports: int
-    ) -> Instance:
-        earlier = (-1, -1) if run is None else (run.forward, run.input)
-        layer = self.plan.units[at].layer
-        return self.assembly.place(template, layer=layer, micro_batch=micro_batch, earlier=earlier, **ports)
+    ) -> int:
+        earlier = NONE if run is None else (run.forward, run.input)
+        return self.assembly.place(template, self.plan.units[at].layer, micro_batch, earlier, **ports)
 
     def _receive(self, chunk: int, direction: int, micro_batch: int) -> int:
         """What makes the tensor that the stage before (or, backward, after) a chunk hands on; -1 at the ends."""
@@ -138,7 +136,7 @@ class _Rank:
             self.messages[which] = _message(kind, distance, direction, chunk, self.step)
         tag = self._tag(boundary, direction, micro_batch)
         template = self.messages[which]
-        return self.assembly.place(template, micro_batch=micro_batch, tag=tag, data=source).base
+        return self.assembly.place(template, micro_batch=micro_batch, tag=tag, data=source)
 
     def _tag(self, boundary: int, direction: int, micro_batch: int) -> int:
         """A number of its own for each message between two ranks: step, micro-batch, boundary and direction."""
@@ -146,10 +144,21 @@ class _Rank:
         return 2 * (count * self.pipeline.chunks + boundary // self.pipeline.ranks) + direction
 
 
-def _with_phases(phases: Phases) -> Iterator[tuple[str, Action]]:
+def _with_phases(phases: Phases) -> Iterator[tuple[int, Action]]:
+    """Each action with the number of its phase."""
     for name, actions in zip(Phases._fields, phases, strict=True):
         for action in actions:
-            yield name, action
+            yield PIPELINE_PHASES.index(name), action
+
+
+def _output(template: Template, base: int, given: int, forward: int = -1) -> int:
+    """The node that makes what an instance hands on, -1 for none; `given` is what it was handed."""
+    ref = template.output
+    if ref is None:
+        return -1
+    if ref.kind == "port":
+        return given
+    return (base if ref.kind == "self" else forward) + int(ref.target)
 
 
 def _message(kind: str, distance: int, direction: int, chunk: int, step: StepPlan) -> Template:
