@@ -8,7 +8,7 @@ import typer
 
 import stage
 from stage.cli.options import Attention, Batch, Json, Mask, ModelName, Mtp, Seq, Sizes, StrategyName
-from stage.cli.output import print_json, print_report, progress_bar
+from stage.cli.output import print_json, print_report, print_warning, progress_bar
 from stage.cli.parse import parse_ranks, parse_sizes, parse_stage_layers, read_placement
 from stage.errors import StageError
 
@@ -204,4 +204,9 @@ def synth(
         else:
             summary = traces.write(out, ranks=wanted, force=force, progress=progress)
     report = {"out": str(out), **summary, "seconds": round(time.perf_counter() - started, 3)}
-    (print_json if json else print_report)(report)
+    if json:
+        print_json(report | {"warnings": traces.warnings})
+        return
+    print_report(report)
+    if traces.warnings:
+        print_warning("; ".join(traces.warnings))

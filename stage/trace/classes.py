@@ -61,6 +61,10 @@ class RankClasses:
             )
         return rank if self._position is None else int(self._position[rank])
 
+    def rank_at(self, position: int) -> int:
+        """The rank that stands at a position of the mesh."""
+        return position if self.placement is None else int(self.placement[position])
+
     def of(self, rank: int) -> int:
         """The class of a rank."""
         return self.position(rank) // self.ranks_per_class
@@ -112,4 +116,4 @@ class RankClasses:
         """The rank `distance` stages further at the same place of the other axes."""
         there = position + distance * self.ranks_per_class
         assert 0 <= there < self.mesh.world, "a stage at the end has no such neighbour"
-        return there if self.placement is None else int(self.placement[there])
+        return self.rank_at(there)

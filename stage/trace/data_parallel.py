@@ -54,8 +54,8 @@ class DataParallel:
         template = self.templates[key]
         if not template.nodes:
             return -1
-        placed = self.assembly.place(template, layer=plan.layer, micro_batch=micro_batch, free=free)
-        last = placed.base + len(template.nodes) - 1
+        first = self.assembly.place(template, plan.layer, micro_batch, free=free)
+        last = first + len(template.nodes) - 1
         if plan.head or self.step.reshard == ():
             self.whole[unit] = last
         return last
@@ -82,7 +82,7 @@ class DataParallel:
             self.templates[key] = scatter_template(plan, self.step)
         if self.templates[key].nodes:
             ready = self.assembly.last("compute")
-            self.assembly.place(self.templates[key], layer=plan.layer, micro_batch=micro_batch, grad=ready)
+            self.assembly.place(self.templates[key], plan.layer, micro_batch, grad=ready)
 
     def _reduce(self, index: int, phase: str) -> None:
         key = ("reduce", str(index), phase)

@@ -7,18 +7,21 @@ names have leading zeros. Parsers accept all of these, and so the work for a ran
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stage.trace.node import CommType, NodeType
 from stage.trace.template import Ref, Template, TemplateNode
-from stage.trace.wire import attribute, varint
+from stage.trace.wire import attribute as encode_attribute
+from stage.trace.wire import varint
 
-__all__ = ["Image", "NameStyle", "Widths", "encode_template", "put_varints"]
+__all__ = ["Image", "NameStyle", "Pattern", "Widths", "encode_template", "put_varints"]
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
+Pattern = tuple[tuple[int, int] | None, ...]
 
 COLLECTIVE_TYPES = {
     "all_reduce": CommType.ALL_REDUCE,
@@ -28,6 +31,7 @@ COLLECTIVE_TYPES = {
     "permute": CommType.ALL_TO_ALL,
 }
 """How the schema says each collective. It has no permute; libraries run one as an all-to-all of uneven parts."""
+attribute = lru_cache(maxsize=4096)(encode_attribute)  # most nodes share most of their attributes
 TAG_WIDTH = 5
 PEER_WIDTH = 3
 LAYER_WIDTH = 2
@@ -202,9 +206,7 @@ def _node_type(node: TemplateNode) -> NodeType:
     return special.get(node.kind, NodeType.COMM_COLL)
 
 
-def resolve_deps(
-    template: Template, pattern: Sequence[tuple[int, int] | None]
-) -> list[list[tuple[int, int]]]:
+def resolve_deps(template: Template, pattern: Pattern) -> list[list[tuple[int, int]]]:
     """The dependencies of each node as (source, offset), each once; `pattern` says what each port is."""
     port = dict(zip(template.ports, pattern, strict=True))
     resolved = []
@@ -222,9 +224,7 @@ def _source(ref: Ref) -> tuple[int, int]:
     return (0 if ref.kind == "self" else 1, int(ref.target))
 
 
-def encode_template(
-    template: Template, pattern: Sequence[tuple[int, int] | None], style: NameStyle, widths: Widths
-) -> Image:
+def encode_template(template: Template, pattern: Pattern, style: NameStyle, widths: Widths) -> Image:
     """The image of a template whose ports are connected as `pattern` says.
 
     An entry of the pattern is None for a port that is connected to nothing, else (source, offset): (2 + k, 0) for the
