@@ -16,7 +16,7 @@ from stage.request import Request
 from stage.synthesis import sharded_block, symbol_values
 from tests.executor import Executor
 from tests.legality import Checker
-from tests.small import CASES, MODELS, name_of, request
+from tests.small import CASES, name_of, request
 
 OPTIONS = [{}, {"recompute": "full", "attention": "unfused"}, {"recompute": "selective", "dropout": True}]
 
@@ -87,9 +87,3 @@ def test_the_check_notices_a_wrong_layout() -> None:
             if wrong is not None:
                 changed = replace(both.forward, layouts=both.forward.layouts | {name: wrong})
                 assert list(checker(job).defects(changed)), f"{name} as {wrong} passes"
-
-
-def test_models_here_are_of_every_family() -> None:
-    from stage.catalog import load_model
-
-    assert len({load_model(name).origin for name in MODELS}) == len(MODELS)
