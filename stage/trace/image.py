@@ -62,8 +62,8 @@ class Image:
 
     `ids` has a row (position, source, offset) for each id and dependency; source 0 is the instance's own base, 1 that
     of its forward instance, 2 + k its port k. `fields` maps `layer micro_batch step tag` to positions of varints, and
-    `digits` those and `bucket` to positions of text, of as many digits as `counts` has. `groups` maps axes to the positions of their names, `peers` a distance in stages (0
-    is the rank itself) to positions of ranks.
+    `digits` those and `bucket` to positions of text, of as many digits as `counts` has. `groups` maps axes to the
+    positions of their names, `peers` a distance in stages (0 is the rank itself) to positions of ranks.
     """
 
     data: Bytes
@@ -133,7 +133,8 @@ class _Encoder:
 
     def _name(self, node: TemplateNode, marks: list[tuple[str, object, int]], start: int) -> bytes:
         """`layer07.attn.q_proj/forward/mb003`, with `/step1` where there are several."""
-        text, places = self.template.block, []
+        text = self.template.block
+        places: list[tuple[str, int]] = []
         for number in ("layer", "bucket"):
             if number in self._numbers():
                 places.append((number, len(text)))
