@@ -10,7 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stage.io.chakra import DirectorySource, open_directory, write_directory
+from stage.errors import StageError
+from stage.io.chakra import DirectorySource, open_directory
+from stage.io.engine import Engine, in_process
+from stage.io.parallel import in_processes
+from stage.io.write import Content, write_set
 from stage.mesh import Mesh
 from stage.trace.classes import RankClasses
 from stage.trace.expand import ClassImage, expand
@@ -60,22 +64,28 @@ class Job:
 class TraceSet:
     """The traces of all ranks of a job.
 
-    `summaries` describes each class for the manifest, as `stage.trace.totals` does.
+    `summaries` describes each class for the manifest, as `stage.trace.totals` does. `remake` is a small picklable
+    function that makes the classes again in another process.
     """
 
     def __init__(
-        self, classes: RankClasses, description: Mapping[str, Any], summaries: Sequence[Mapping[str, Any]]
+        self,
+        classes: RankClasses,
+        description: Mapping[str, Any],
+        summaries: Sequence[Mapping[str, Any]],
+        remake: Callable[[], RankClasses],
     ) -> None:
         self.classes = classes
         self.description = description
         self.summaries = summaries
+        self.remake = remake
         self.world = classes.mesh.world
         self.ranks = range(self.world)
 
     @staticmethod
     def of(job: Job) -> "TraceSet":
         """The trace set of a job."""
-        return TraceSet(job.classes(), job.description, [totals(program) for program in job.programs])
+        return TraceSet(job.classes(), job.description, [totals(program) for program in job.programs], job.classes)
 
     @staticmethod
     def open(path: str | Path) -> DirectorySource:
@@ -122,21 +132,37 @@ class TraceSet:
         ranks: Sequence[int] | None = None,
         *,
         force: bool = False,
+        resume: bool = False,
+        jobs: int = 1,
+        dask: str | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> dict[str, int]:
         """Write a directory of traces, complete or not at all; returns counts of ranks, classes, nodes and bytes.
 
-        `ranks` chooses which are written (all by default). An existing directory is a `TraceError` without `force`.
+        `path` is a path or a URL that fsspec knows. `ranks` chooses which are written (all by default). An existing
+        directory is a `TraceError` without `force`. `resume` goes on with what an interrupted run left. `jobs` is a
+        number of processes on this machine, `dask` the address of the scheduler of a cluster; the bytes are the same.
         """
         chosen = list(self.ranks) if ranks is None else list(dict.fromkeys(ranks))
         classes = [self.classes.of(rank) for rank in chosen]
+        sizes = [len(self.classes.image(number).data) for number in range(self.classes.count)]
         manifest = {**self.manifest, "written": "all" if ranks is None else chosen}
-        write_directory(
-            path, self.world, chosen, self.rank, self.groups, manifest, force=force, progress=progress
-        )
+        content = Content(self.world, chosen, lambda rank: sizes[self.classes.of(rank)], self.groups, manifest)
+        engine = self._engine(jobs, dask)
+        write_set(path, content, engine, force=force, resume=resume, progress=progress)
         return {
             "ranks": len(chosen),
             "classes": len(set(classes)),
             "nodes": sum(self.summaries[c]["nodes"] for c in classes),
-            "bytes": sum(len(self.classes.image(c).data) for c in classes),
+            "bytes": sum(sizes[c] for c in classes),
         }
+
+    def _engine(self, jobs: int, dask: str | None) -> Engine:
+        """What writes the ranks: this process, several on this machine, or a cluster."""
+        if dask is not None and jobs != 1:
+            raise StageError(f"{jobs} jobs and the cluster {dask} are asked for: choose one of them")
+        if dask is not None:
+            from stage.io.cluster import on_cluster  # noqa: PLC0415 - imports dask, an extra
+
+            return on_cluster(dask, self.remake)
+        return in_process(self.classes.each_bytes) if jobs == 1 else in_processes(jobs, self.remake)

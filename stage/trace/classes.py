@@ -73,6 +73,10 @@ class RankClasses:
         """The bytes of a rank's trace."""
         return next(self.each([rank])).copy()
 
+    def each_bytes(self, ranks: Sequence[int]) -> Iterator[memoryview]:
+        """What `each` gives, as plain bytes in memory."""
+        return (data.data for data in self.each(ranks))
+
     def each(self, ranks: Sequence[int]) -> Iterator[Bytes]:
         """The bytes of each of these ranks, in an array that the next one overwrites.
 
