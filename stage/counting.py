@@ -16,7 +16,14 @@ from stage.passes.backward import differentiate
 from stage.symbols import evaluate
 from stage.tensor import Size
 
-__all__ = ["Flops", "closed_forms", "count_block_parameters", "count_flops", "count_parameters"]
+__all__ = [
+    "Flops",
+    "closed_forms",
+    "count_block_flops",
+    "count_block_parameters",
+    "count_flops",
+    "count_parameters",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +62,19 @@ def count_flops(model: Model, batch: int, seq: int) -> Flops:
     A fused attention kernel that makes its scores again in backward is credited with twice its forward work,
     not with the 2.5 times that it executes.
     """
-    sizes = {**model.values, "batch": batch, "seq": seq, "sources": 1}
     forward = backward = 0
     for block, times in _repetitions(model).items():
-        both = differentiate(model.graph(block))
-        forward += times * _total(both.forward, sizes)
-        backward += times * _total(both.backward, sizes)
+        one = count_block_flops(model, block, batch, seq)
+        forward += times * one.forward
+        backward += times * one.backward
     return Flops(forward, backward)
+
+
+def count_block_flops(model: Model, block: Block, batch: int, seq: int) -> Flops:
+    """The operations of one block, counted as `count_flops` counts them."""
+    sizes = {**model.values, "batch": batch, "seq": seq, "sources": 1}
+    both = differentiate(model.graph(block))
+    return Flops(_total(both.forward, sizes), _total(both.backward, sizes))
 
 
 def closed_forms(graph: Graph, *, executed: bool = False) -> list[tuple[Node, Size]]:

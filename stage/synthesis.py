@@ -74,11 +74,12 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
 
 
 def symbol_values(request: Request) -> dict[str, int]:
-    """A value for every size symbol; `sources` is how many devices tokens come from."""
+    """A value for every size symbol; `sources` is how many parts the slots of an expert come from."""
     tokens = Tensor("tokens", (Dim("batch", size("batch")), Dim("seq", size("seq"))))
-    values = dict(request.sizes)
-    rest = rest_layout(tokens, request.strategy.shard, request.mesh, values)
-    return values | {"sources": request.mesh.degree([axis for axes in rest.dims for axis in axes])}
+    values, mesh = dict(request.sizes), request.mesh
+    rest = rest_layout(tokens, request.strategy.shard, mesh, values)
+    parts = {*rest.sharding, *mesh.expand(request.strategy.axes("slots"))}
+    return values | {"sources": mesh.degree(parts)}
 
 
 def job(request: Request) -> Job:
@@ -171,7 +172,9 @@ def _program(
             UnitPlan(unit.block.kind, unit.layer, kind.forward, kind.backward, own, kind.parameters, head)
         )
     bucket_size = 0 if index and request.strategy.bucket_first_stage else request.strategy.bucket_size
-    buckets = plan_buckets([p.parameters for p in plans], step.sharding, step.mesh, bucket_size)
+    ends = (kinds[request.model.embedding], kinds[request.model.head])
+    shared = [p.name for p in _shared(*ends)] if step.stages > 1 else []
+    buckets = plan_buckets([p.parameters for p in plans], step.sharding, step.mesh, bucket_size, shared)
     return stage_program(StagePlan(index, tuple(plans), tuple(buckets)), step)
 
 

@@ -65,7 +65,7 @@ class TraceSet:
     """The traces of all ranks of a job.
 
     `summaries` describes each class for the manifest, as `stage.trace.totals` does. `remake` is a small picklable
-    function that makes the classes again in another process.
+    function that makes the classes again in another process; without it only this one can write them.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class TraceSet:
         classes: RankClasses,
         description: Mapping[str, Any],
         summaries: Sequence[Mapping[str, Any]],
-        remake: Callable[[], RankClasses],
+        remake: Callable[[], RankClasses] | None = None,
     ) -> None:
         self.classes = classes
         self.description = description
@@ -85,7 +85,9 @@ class TraceSet:
     @staticmethod
     def of(job: Job) -> "TraceSet":
         """The trace set of a job."""
-        return TraceSet(job.classes(), job.description, [totals(program) for program in job.programs], job.classes)
+        classes = job.classes()
+        summaries = [totals(program, classes.groups.size) for program in job.programs]
+        return TraceSet(classes, job.description, summaries, job.classes)
 
     @staticmethod
     def open(path: str | Path) -> DirectorySource:
@@ -161,8 +163,12 @@ class TraceSet:
         """What writes the ranks: this process, several on this machine, or a cluster."""
         if dask is not None and jobs != 1:
             raise StageError(f"{jobs} jobs and the cluster {dask} are asked for: choose one of them")
-        if dask is not None:
-            from stage.io.cluster import on_cluster  # noqa: PLC0415 - imports dask, an extra
+        if dask is None and jobs == 1:
+            return in_process(self.classes.each_bytes)
+        if self.remake is None:
+            raise StageError("this trace set can be made in one process only: write it with one job")
+        if dask is None:
+            return in_processes(jobs, self.remake)
+        from stage.io.cluster import on_cluster  # noqa: PLC0415 - imports Dask, an extra
 
-            return on_cluster(dask, self.remake)
-        return in_process(self.classes.each_bytes) if jobs == 1 else in_processes(jobs, self.remake)
+        return on_cluster(dask, self.remake)

@@ -207,7 +207,9 @@ def layouts(atoms: Iterable[str], rank: int, states: str = "RIP") -> list[Layout
     found: dict[Layout, None] = {}
     for order in itertools.permutations(names):
         for choice in itertools.product([*states, *range(rank)], repeat=len(names)):
-            dims = tuple(tuple(a for a, s in zip(order, choice, strict=True) if s == dim) for dim in range(rank))
+            dims = tuple(
+                tuple(a for a, s in zip(order, choice, strict=True) if s == dim) for dim in range(rank)
+            )
             pending = frozenset(a for a, s in zip(order, choice, strict=True) if s == "P")
             invariant = frozenset(a for a, s in zip(order, choice, strict=True) if s == "I")
             found[Layout(dims, pending, invariant)] = None

@@ -191,15 +191,103 @@ def test_misuse_is_one_line_and_status_2(
     assert list(tmp_path.iterdir()) == []
 
 
+SHOWN = """\
+model           toy
+parameters      8,030,261,248 (8.030 G)
+forward flops   12 FLOP
+backward flops  24 FLOP
+batch           4
+seq             8
+mask            full
+
+sizes
+layers=2 tied=1 pattern=1,0
+
+blocks, one of each kind
+kind   count  parameters
+layer      2         100
+
+CLOSED FORMS of mine: what each device does for one micro-batch,
+`batch` being its sequences over all devices. An axis of degree 1 is left out.
+
+values are at
+tp=2 batch=1 seq=8 vocab=16
+
+parameters on a device
+block  count  parameters  value
+layer      2  d_ff        2
+all        1  3 d_ff      6
+
+matrix multiplications
+block  phase    flops        value
+layer  forward  2 batch seq  4.000 TFLOP
+
+communication of activations
+block  phase    sends                 bytes                    value
+layer  forward  2 all_gather over tp  2 batch seq^2 / (cp dp)  2.000 MiB
+
+communication of parameters and gradients
+block  what       per   sends                 bytes                    value
+layer  gradients  step  2 all_gather over tp  2 batch seq^2 / (cp dp)  2.000 MiB
+
+message to the next pipeline stage
+bytes       value
+batch / tp  2 B
+
+layer forward, op by op
+op  flops             bytes
+up  2 batch seq / tp  batch
+
+layer backward, op by op
+op          flops             bytes
+up (again)  2 batch seq / tp  batch
+"""
+
+
 def test_show_prints_what_the_library_reports(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     asked: list[tuple[object, dict[str, object]]] = []
+    sent = {
+        "kind": "all_gather",
+        "axes": "tp",
+        "count": 2,
+        "bytes": "2*batch*seq**2/(cp*dp)",
+        "bytes_value": 2**21,
+    }
+    op = {"name": "up", "phase": "forward", "flops": "2*batch*seq/tp", "bytes": "batch"}
+    again = {"name": "up", "phase": "recompute", "flops": "2*batch*seq/tp", "bytes": "batch"}
+    forms = {
+        "strategy": "mine",
+        "degrees": {"tp": 2},
+        "batch": 1,
+        "seq": 8,
+        "vocab": 16,
+        "parameters": "3*d_ff",
+        "parameters_value": 6,
+        "flops": [{"block": "layer", "phase": "forward", "flops": "2*batch*seq", "flops_value": 4 * 10**12}],
+        "communication": [{"block": "layer", "phase": "forward", **sent}],
+        "message": {"bytes": "batch/tp", "bytes_value": 2},
+        "blocks": [
+            {
+                "kind": "layer",
+                "count": 2,
+                "parameters": "d_ff",
+                "parameters_value": 2,
+                "forward": {"ops": [op]},
+                "backward": {"ops": [again]},
+                "data_parallel": [{"tensors": "gradients", "per": "step", **sent}],
+            }
+        ],
+    }
     report = {
         "name": "toy",
         "parameters": 8_030_261_248,
         "flops": {"forward": 12, "backward": 24},
-        "sizes": {"layers": 2},
-        "blocks": [{"name": "layer", "count": 2, "parameters": 100}],
-        "closed_forms": {"communication": [{"kind": "all_gather", "axes": ["dp", "tp"], "bytes": 2**21}]},
+        "batch": 4,
+        "seq": 8,
+        "mask": "full",
+        "sizes": {"layers": 2, "tied": True, "pattern": [1, 0]},
+        "blocks": [{"kind": "layer", "count": 2, "parameters": 100}],
+        "closed_forms": forms,
     }
 
     def model_summary(model: str, **options: object) -> dict[str, object]:
@@ -225,27 +313,7 @@ def test_show_prints_what_the_library_reports(monkeypatch: pytest.MonkeyPatch, c
         )
     ]
     assert main(["show", "toy"]) == 0
-    assert capsys.readouterr().out == (
-        "name        toy\n"
-        "parameters  8,030,261,248 (8.030 G)\n"
-        "\n"
-        "flops\n"
-        "forward   12\n"
-        "backward  24\n"
-        "\n"
-        "sizes\n"
-        "layers  2\n"
-        "\n"
-        "blocks\n"
-        "name   count  parameters\n"
-        "layer      2         100\n"
-        "\n"
-        "closed forms\n"
-        "\n"
-        "communication\n"
-        "kind        axes       bytes\n"
-        "all_gather  dp tp  2.000 MiB\n"
-    )
+    assert capsys.readouterr().out == SHOWN
 
 
 def test_show_of_a_folder_of_traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
@@ -259,7 +327,7 @@ def test_show_of_a_folder_of_traces(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert json.loads(capsys.readouterr().out) == {"path": str(tmp_path), "rank": 3}
     assert main(["show", str(tmp_path), "--seq", "3"]) == 2
     assert (
-        "is a folder of traces; --strategy, --batch, --seq and --set are for models"
+        "is a folder of traces; --strategy, --batch, --seq, --set and degrees are for models"
         in capsys.readouterr().err
     )
 

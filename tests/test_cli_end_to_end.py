@@ -100,8 +100,12 @@ def test_show_counts_a_model(model: str, capsys: Capture) -> None:
 def test_show_prints_closed_forms(capsys: Capture) -> None:
     assert main(["show", "llama3-8b", "--strategy", "megatron_sp", "--json"]) == 0
     forms = json.loads(capsys.readouterr().out)["closed_forms"]
-    assert forms["flops"]
-    assert forms["communication"]
+    assert forms["flops"][1]["flops"].startswith("2*batch*seq*(")
+    assert [entry for entry in forms["communication"] if entry["axes"] == "tp"]
+    assert main(["show", "llama3-8b", "--dp", "2", "--tp", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "dp=2 tp=4 batch=2 seq=8192 vocab=128512" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 WRONG = {

@@ -43,7 +43,16 @@ LEVELS = (
     ("__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-MODEL_IMPORTS = {"__future__", "collections", "dataclasses", "functools", "itertools", "math", "typing", "stage"}
+MODEL_IMPORTS = {
+    "__future__",
+    "collections",
+    "dataclasses",
+    "functools",
+    "itertools",
+    "math",
+    "typing",
+    "stage",
+}
 
 
 def imported(path: Path) -> Iterator[str]:

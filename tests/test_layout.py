@@ -71,9 +71,7 @@ def test_legal_placements_give_the_result_forward_and_backward(equation: str) ->
         layout = legal(terms, result, states)
         if layout is None:
             continue
-        placed = [
-            place(v, on_line(t, s), LINE, rng) for v, t, s in zip(values, terms, states, strict=True)
-        ]
+        placed = [place(v, on_line(t, s), LINE, rng) for v, t, s in zip(values, terms, states, strict=True)]
         assert (collect(local_einsum(equation, *placed, mesh=LINE), layout, LINE) == whole).all()
         dual = layout.dual(["x"])
         for index, (term, state) in enumerate(zip(terms, states, strict=True)):
@@ -101,9 +99,7 @@ def test_rejected_placements_give_the_result_in_no_layout(equation: str) -> None
     for states in placements(terms):
         if legal(terms, result, states) is not None or "I" in states:
             continue
-        placed = [
-            place(v, on_line(t, s), LINE, rng) for v, t, s in zip(values, terms, states, strict=True)
-        ]
+        placed = [place(v, on_line(t, s), LINE, rng) for v, t, s in zip(values, terms, states, strict=True)]
         try:
             local = local_einsum(equation, *placed, mesh=LINE)
         except ValueError:
@@ -151,7 +147,16 @@ def on_two(state: str) -> Layout:
 
 @pytest.mark.parametrize(
     ("states", "expected"),
-    [("PP", "P"), ("RR", "R"), ("II", "I"), ("mm", "m"), ("PR", None), ("PI", None), ("mR", None), ("mn", None)],
+    [
+        ("PP", "P"),
+        ("RR", "R"),
+        ("II", "I"),
+        ("mm", "m"),
+        ("PR", None),
+        ("PI", None),
+        ("mR", None),
+        ("mn", None),
+    ],
 )
 def test_addition_keeps_pending_only_where_all_are(states: str, expected: str | None) -> None:
     operands = [(("m", "n"), on_two(state)) for state in states]

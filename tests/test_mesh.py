@@ -108,7 +108,9 @@ def test_groups_hold_the_ranks_that_differ_along_the_names_only(mesh: Mesh, data
     assert (np.diff(table[:, 0]) > 0).all()
     assert (table.min(axis=1) == table[:, 0]).all()
     for row, ranks in enumerate(table):
-        fixed = {tuple((a, i) for a, i in mesh.coordinates(r).items() if a not in names) for r in ranks.tolist()}
+        fixed = {
+            tuple((a, i) for a, i in mesh.coordinates(r).items() if a not in names) for r in ranks.tolist()
+        }
         assert len(fixed) == 1
         along = [tuple(mesh.coordinates(rank)[name] for name in names) for rank in ranks.tolist()]
         assert along == list(itertools.product(*(range(mesh.degree(name)) for name in names)))

@@ -46,7 +46,9 @@ def check_both_ways(src: Layout, dst: Layout, mesh: Mesh, x: Array) -> tuple[Ste
     return plan
 
 
-def check_divisors(plan: tuple[Step, ...], src: Layout, dst: Layout, mesh: Mesh, **options: frozenset[int]) -> None:
+def check_divisors(
+    plan: tuple[Step, ...], src: Layout, dst: Layout, mesh: Mesh, **options: frozenset[int]
+) -> None:
     for layout in follow(plan, src, **options):
         for now, first, last in zip(layout.dims, src.dims, dst.dims, strict=True):
             assert mesh.degree(first) % mesh.degree(now) == 0 or mesh.degree(last) % mesh.degree(now) == 0
@@ -110,7 +112,10 @@ def test_plans_send_as_little_as_the_best_short_plan(degrees: tuple[int, int, in
     drawn = pairs(mesh, 2, 250, seed=1)
     best = 0
     for src, dst in drawn:
-        sent, bound = elements_sent(plan_reshard(src, dst, mesh), src, mesh, total), cheapest(src, dst, mesh, total)
+        sent, bound = (
+            elements_sent(plan_reshard(src, dst, mesh), src, mesh, total),
+            cheapest(src, dst, mesh, total),
+        )
         assert sent >= bound
         best += sent == bound
     assert best >= least * len(drawn)
@@ -147,7 +152,11 @@ HYBRID = build_mesh(dp=8, dp_shard=4, cp=2, tp=4, kv_heads=2)
         # several atoms, one collective
         (lay("", "dp_shard cp"), lay("", ""), ["all_gather(dp_shard cp) 1->R"]),
         (lay("", "cp tp_kv tp_rep"), lay("", "cp"), ["all_gather(tp_kv tp_rep) 1->R"]),
-        (lay("", "cp", pending="tp_kv tp_rep"), lay("", "cp tp_kv tp_rep"), ["reduce_scatter(tp_kv tp_rep) P->1"]),
+        (
+            lay("", "cp", pending="tp_kv tp_rep"),
+            lay("", "cp tp_kv tp_rep"),
+            ["reduce_scatter(tp_kv tp_rep) P->1"],
+        ),
         (
             lay("", "", pending="tp_kv tp_rep"),
             lay("", "cp tp_kv tp_rep"),

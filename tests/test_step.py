@@ -49,7 +49,9 @@ def test_what_is_sent_may_be_an_expression() -> None:
     assert sympy.simplify(step.sent(tp, batch * 8) - 16 * batch * (tp - 1) / tp) == 0
     assert step.sent(4, batch) == sympy.Rational(3, 2) * batch
     mesh = build_mesh(dp=2, tp=4)
-    assert elements_sent((Step(("tp",), 1, "R"),), lay("dp", "tp"), mesh, batch) == sympy.Rational(3, 8) * batch
+    assert (
+        elements_sent((Step(("tp",), 1, "R"),), lay("dp", "tp"), mesh, batch) == sympy.Rational(3, 8) * batch
+    )
 
 
 def test_a_fraction_of_an_element_is_not_rounded() -> None:
@@ -67,7 +69,9 @@ def test_a_fraction_of_an_element_is_not_rounded() -> None:
         ((("a",), 0, 0), "nothing moves"),
     ],
 )
-def test_steps_are_those_of_the_table(arguments: tuple[tuple[str, ...], int | str, int | str], match: str) -> None:
+def test_steps_are_those_of_the_table(
+    arguments: tuple[tuple[str, ...], int | str, int | str], match: str
+) -> None:
     with pytest.raises(AssertionError, match=match):
         Step(*arguments)
 

@@ -8,7 +8,7 @@ a gradient bucket.
 from collections.abc import Mapping
 from functools import partial
 
-from stage import Block, Builder, Model, SizeValue, Tensor, blocks, decoder
+from stage import Block, Builder, Dim, Model, SizeValue, Tensor, blocks, decoder, size
 
 __all__ = ["model"]
 
@@ -21,6 +21,8 @@ def layer(b: Builder, x: Tensor, *, experts: bool, shared: bool) -> Tensor:
         x = blocks.residual(b, x, blocks.attention(b, normed))
     with b.scope("moe" if experts else "mlp"):
         normed = blocks.rms_norm(b, x, "norm")
+        if shared:
+            b.parameter("router.weight", Dim("router", size("experts")), "d_model")
         h = blocks.moe(b, normed, shared=shared) if experts else blocks.gated_mlp(b, normed)
         return blocks.residual(b, x, h)
 

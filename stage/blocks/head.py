@@ -23,8 +23,9 @@ def lm_head(b: Builder, x: Tensor, labels: Tensor, *, norm: Norm = rms_norm, tie
     x is normalized first. A `tied` head multiplies by the token table; every head of a block has the same
     weight.
     """
+    normed = norm(b, x, "norm")
     weight = b.parameter(TABLE if tied else "lm_head.weight", "vocab", "d_model", shared=True)
-    logits = b.contract(norm(b, x, "norm"), weight, "lm_head", ("batch", "seq", "vocab"))
+    logits = b.contract(normed, weight, "lm_head", ("batch", "seq", "vocab"))
     return cross_entropy(b, logits, labels)
 
 

@@ -26,6 +26,7 @@ def moe(
     With `shared` every token also visits the experts that all share, one gated MLP of `shared_d_ff`
     (Dai et al., DeepSeekMoE, 2024, section 3.2).
     """
+    beside = _shared_expert(b, x, function) if shared else None
     experts = b.dim("experts")
     slots = Dim("slots", size("batch") * size("seq") * size("top_k") / experts.size)
     hidden = x.dims[-1]
@@ -37,12 +38,15 @@ def moe(
     weights = b.op("permute_tokens", [probs, chosen], "permute_probs", dims=(experts, slots))[0]
     y = b.op("sort_by_expert", [counts, y], "sort")[0]
     y = _experts(b, y, weights, function, expert_bias)
-    y = b.op("sort_by_expert", [counts, y], "unsort")[0]
+    y = b.op("sort_by_expert", [y], "unsort")[0]
     y = b.op("unpermute_tokens", [y, chosen], "unpermute", dims=x.dims)[0]
-    if not shared:
-        return y
+    return y if beside is None else b.add("add_shared", y, beside)
+
+
+def _shared_expert(b: Builder, x: Tensor, function: str) -> Tensor:
+    """The expert of all tokens, which runs before the others as in Megatron-LM: x[batch, seq, d_model] -> the same."""
     with b.scope("shared"):
-        return b.add("add", y, gated_mlp(b, x, hidden="shared_d_ff", function=function))
+        return gated_mlp(b, x, hidden="shared_d_ff", function=function)
 
 
 def _experts(b: Builder, y: Tensor, weights: Tensor, function: str, bias: bool) -> Tensor:

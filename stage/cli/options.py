@@ -1,6 +1,5 @@
 """Options that several commands share, each declared once."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -52,7 +51,7 @@ StrategyName = Annotated[
         autocompletion=complete_strategy,
     ),
 ]
-TraceFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A folder of traces.")]
+TraceFolder = Annotated[str, typer.Argument(metavar="DIR|URL", help="A folder of traces, here or in a store.")]
 Batch = Annotated[
     int | None, typer.Option("--batch", min=1, metavar="N", help="Sequences a step, over all ranks.")
 ]

@@ -7,6 +7,7 @@ a terminal only.
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -14,9 +15,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["print_json", "print_report", "print_table", "progress_bar", "quantity"]
+__all__ = ["formula", "print_json", "print_report", "print_table", "progress_bar", "quantity"]
 
 Progress = Callable[[int, int], None]
+REDRAW_SECONDS = 0.1
+
+MOST_KEPT_WHOLE = 36
+"""The longest word that a narrow column does not break."""
+
+UNITS = (("bytes", "B"), ("flops", "FLOP"), ("_ops", "FLOP"))
+"""What a number counts, by a part of its name."""
 
 
 def print_json(value: Mapping[str, object]) -> None:
@@ -48,7 +56,13 @@ def print_table(records: Sequence[Mapping[str, object]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for key in columns:
         numeric = all(isinstance(record.get(key, 0), int | float) for record in records)
-        table.add_column(_words(key), justify="right" if numeric else "left", overflow="fold")
+        longest = max(
+            len(word) for record in records for word in quantity(key, record.get(key)).split() or [""]
+        )
+        width = min(longest, MOST_KEPT_WHOLE)
+        table.add_column(
+            _words(key), justify="right" if numeric else "left", overflow="fold", min_width=width
+        )
     for record in records:
         table.add_row(*(quantity(key, record.get(key)) for key in columns))
     console = _console()
@@ -61,7 +75,7 @@ def quantity(key: str, value: object) -> str:
     """A value as a reader wants it: exact below a million, then four digits and a unit.
 
     >>> quantity("bytes", 3 * 2**20), quantity("flops_forward", 15_990_000_000_000), quantity("layers", 1234)
-    ('3.000 MiB', '15.99 T', '1,234')
+    ('3.000 MiB', '15.99 TFLOP', '1,234')
     """
     if value is None:
         return "-"
@@ -69,15 +83,25 @@ def quantity(key: str, value: object) -> str:
         return _text(value)
     if isinstance(value, float):
         return f"{value:.4g}"
+    unit = next((unit for part, unit in UNITS if part in key), "")
     if abs(value) < 10**6:
-        return f"{value:,}"
-    step, units = (1024, " KMGTPE") if "bytes" in key else (1000, " kMGTPE")
+        return f"{value:,} {unit}".rstrip()
+    step, prefixes = (1024, " KMGTPE") if unit == "B" else (1000, " kMGTPE")
     power = 0
     scaled: float = value
-    while abs(scaled) >= step and power < len(units) - 1:
+    while abs(scaled) >= step and power < len(prefixes) - 1:
         scaled, power = scaled / step, power + 1
     digits = f"{scaled:#.4g}".rstrip(".") if abs(scaled) < 10**4 else f"{scaled:.3e}"
-    return f"{digits} {units[power]}{'iB' if 'bytes' in key else ''}"
+    return f"{digits} {prefixes[power]}{'i' if unit == 'B' else ''}{unit}"
+
+
+def formula(expression: str) -> str:
+    """An expression as it is read, which a line can be broken in.
+
+    >>> formula("2*batch*seq**2/(cp*dp)")
+    '2 batch seq^2 / (cp dp)'
+    """
+    return expression.replace("**", "^").replace("*", " ").replace("/", " / ")
 
 
 @contextmanager
@@ -91,7 +115,16 @@ def progress_bar(label: str, *, quiet: bool) -> Iterator[Progress | None]:
 
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        shown = 0.0
+
+        def show(done: int, total: int) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if done == total or now - shown > REDRAW_SECONDS:
+                shown = now
+                bar.update(task, completed=done, total=total)
+
+        yield show
 
 
 def _print_lines(values: Mapping[str, object]) -> None:

@@ -8,7 +8,9 @@ import typer
 from stage.cli.options import Attention, Batch, Json, Mask, Mtp, Seq, Sizes, StrategyName, complete_model
 from stage.cli.output import print_json, print_report
 from stage.cli.parse import parse_sizes
+from stage.cli.report import print_model
 from stage.errors import StageError
+from stage.io.store import is_url
 
 __all__ = ["HELP", "show"]
 
@@ -19,16 +21,32 @@ Examples:
   stage show llama3-8b
   stage show llama3-8b --batch 1 --seq 8192 --mask full --json
   stage show llama3-8b --strategy megatron_sp      closed forms
+  stage show mixtral-8x7b --dp 4 --tp 2 --ep 8     the same at these degrees
   stage show traces/
   stage show traces/ --rank 0"""
 
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL|DIR", help="A model, or a folder of traces.", autocompletion=complete_model
+        metavar="MODEL|DIR|URL", help="A model, or a folder of traces.", autocompletion=complete_model
     ),
 ]
 Rank = Annotated[int | None, typer.Option("--rank", min=0, help="One rank of a trace set, node by node.")]
+
+
+def _degree(axis: str, text: str) -> typer.models.OptionInfo:
+    info: typer.models.OptionInfo = typer.Option(
+        f"--{axis}", min=1, metavar="N", help=text, rich_help_panel="Mesh"
+    )
+    return info
+
+
+Dp = Annotated[int | None, _degree("dp", "Data parallel degree at which closed forms have their values.")]
+Tp = Annotated[int | None, _degree("tp", "Tensor parallel degree.")]
+Pp = Annotated[int | None, _degree("pp", "Pipeline stages.")]
+Cp = Annotated[int | None, _degree("cp", "Context parallel degree.")]
+Ep = Annotated[int | None, _degree("ep", "Expert parallel degree.")]
+Etp = Annotated[int | None, _degree("etp", "Tensor parallel degree of the experts.")]
 
 
 def show(
@@ -41,41 +59,52 @@ def show(
     attention: Attention = "fused",
     mtp: Mtp = False,
     sizes: Sizes = None,
+    dp: Dp = None,
+    tp: Tp = None,
+    pp: Pp = None,
+    cp: Cp = None,
+    ep: Ep = None,
+    etp: Etp = None,
     rank: Rank = None,
     json: Json = False,
 ) -> None:
     """Print the summary of a model or of a trace set."""
     given = parse_sizes(sizes or [])
-    if _is_trace_set(Path(target)):
-        if strategy is not None or batch is not None or seq is not None or given:
+    degrees = {
+        axis: n for axis, n in (("dp", dp), ("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep), ("etp", etp)) if n
+    }
+    place = target if is_url(target) else Path(target)
+    if _is_trace_set(place):
+        if strategy is not None or batch is not None or seq is not None or given or degrees:
             raise StageError(
-                f"{target}: is a folder of traces; --strategy, --batch, --seq and --set are for models"
+                f"{target}: is a folder of traces; --strategy, --batch, --seq, --set and degrees are for models"
             )
         from stage.summary import trace_summary
 
-        report = trace_summary(Path(target), rank=rank)
-    elif rank is not None:
+        report = trace_summary(place, rank=rank)
+        (print_json if json else print_report)(report)
+        return
+    if rank is not None:
         raise StageError(
             f"{target}: holds no traces, so it has no rank {rank}; --rank is for folders of traces"
         )
-    else:
-        from stage.summary import model_summary
+    from stage.summary import model_summary
 
-        report = model_summary(
-            target,
-            strategy=strategy,
-            batch=batch,
-            seq=seq,
-            mask=mask,
-            attention=attention,
-            mtp=mtp,
-            sizes=given,
-        )
-    if json:
-        print_json(report)
-    else:
-        print_report(report)
+    report = model_summary(
+        target,
+        strategy=strategy,
+        batch=batch,
+        seq=seq,
+        mask=mask,
+        attention=attention,
+        mtp=mtp,
+        sizes=given,
+        **degrees,
+    )
+    (print_json if json else print_model)(report)
 
 
-def _is_trace_set(path: Path) -> bool:
+def _is_trace_set(path: str | Path) -> bool:
+    if isinstance(path, str):
+        return True
     return path.is_dir() and ((path / "manifest.json").exists() or any(path.glob("*.et")))

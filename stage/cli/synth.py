@@ -110,9 +110,22 @@ Ranks = Annotated[
     typer.Option("--ranks", metavar="0-7,64", help="Write only these ranks.", rich_help_panel=OUTPUT),
 ]
 Out = Annotated[
-    Path, typer.Option("--out", metavar="DIR", help="The folder to write.", rich_help_panel=OUTPUT)
+    str,
+    typer.Option("--out", metavar="DIR|URL", help="The folder to write, or s3://...", rich_help_panel=OUTPUT),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing folder.", rich_help_panel=OUTPUT)]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with a run that was stopped.", rich_help_panel=OUTPUT)
+]
+Jobs = Annotated[
+    int, typer.Option("--jobs", min=1, metavar="N", help="Processes that write.", rich_help_panel=OUTPUT)
+]
+Dask = Annotated[
+    str | None,
+    typer.Option(
+        "--dask", metavar="ADDRESS", help="Write on a Dask cluster: tcp://host:8786.", rich_help_panel=OUTPUT
+    ),
+]
 
 
 def synth(
@@ -151,6 +164,9 @@ def synth(
     steps: Steps = 1,
     ranks: Ranks = None,
     force: Force = False,
+    resume: Resume = False,
+    jobs: Jobs = 1,
+    dask: Dask = None,
     json: Json = False,
 ) -> None:
     """Synthesize a trace set, write it, and print what was written."""
@@ -190,6 +206,8 @@ def synth(
         placement=None if placement is None else read_placement(placement),
     )
     with progress_bar("writing traces", quiet=json) as progress:
-        summary = traces.write(out, ranks=wanted, force=force, progress=progress)
-    report = {"out": str(out), **summary, "seconds": round(time.perf_counter() - started, 3)}
+        summary = traces.write(
+            out, ranks=wanted, force=force, resume=resume, jobs=jobs, dask=dask, progress=progress
+        )
+    report = {"out": out, **summary, "seconds": round(time.perf_counter() - started, 3)}
     (print_json if json else print_report)(report)

@@ -34,7 +34,7 @@ def verify(traces: TraceFolder, json: Json = False) -> None:
     if json:
         print_json({"ok": report.ok, "defects": defects, "unchecked": list(report.unchecked)})
     else:
-        _print(traces.name or str(traces), defects, list(report.unchecked))
+        _print(traces.rstrip("/").rpartition("/")[2] or traces, defects, list(report.unchecked))
     if not report.ok:
         raise typer.Exit(1)
 

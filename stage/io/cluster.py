@@ -37,17 +37,19 @@ def on_cluster(address: str, remake: Callable[[], RankClasses]) -> Engine:
         with connected(address) as client:
             kept = client.submit(bytes, recipe)  # a task of its own: it is computed again if its worker is lost
             chunks = cut(ranks, RANKS_AT_ONCE, len(client.scheduler_info()["workers"]))
-            tasks = [
+            tasks = {
                 client.submit(write_chunk, kept, store, prefix, chunk, retries=RETRIES, pure=False)
                 for chunk in chunks
-            ]
+            }
             try:
-                for task in as_completed(tasks):
+                for task in as_completed(list(tasks), loop=client.loop):
                     written = answer(task, address)
                     check_visible(store, prefix, written)
                     yield from written
+                    tasks.discard(task)
+                    task.release()  # or it would run again if its worker were lost later
             finally:
-                client.cancel(tasks)
+                client.cancel(list(tasks))
 
     return engine
 

@@ -94,7 +94,7 @@ class RemoteStore:
                 f"{self.url} cannot be used ({err}): give a path or a URL that fsspec knows, as s3://bucket/set"
             ) from err
         if not root.strip("/"):
-            raise TraceError(f"{self.url} names no set: give a name in it, as {self.url.rstrip('/')}/traces")
+            raise TraceError(f"{self.url} names no set: give a name in it, as {protocol}://bucket/traces")
         return system, root.rstrip("/")
 
 

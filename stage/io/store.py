@@ -114,7 +114,7 @@ def open_store(place: str | Path) -> Store:
         return FolderStore(path)
     from stage.io.remote import RemoteStore  # noqa: PLC0415 - plain paths do without fsspec
 
-    return RemoteStore(str(place).rstrip("/"))
+    return RemoteStore(re.sub(r"(?<![/:])/+$", "", str(place)))
 
 
 @contextmanager

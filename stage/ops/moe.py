@@ -5,7 +5,7 @@ d_model], where `slots` are the places of one expert, batch x seq x top_k / expe
 balanced. Before it every device holds slots of all experts for its own tokens (so `slots` is sharded as batch
 and seq are); for the grouped GEMM `experts` is sharded and the slots of an expert come together. The reshard
 between the two **is** the all-to-all. `sort_by_expert` orders what arrived, for which it needs every source's
-counts.
+counts; without counts it puts them back, before a tensor-parallel expert's shares are summed.
 """
 
 from collections.abc import Sequence
@@ -101,20 +101,22 @@ COUNT_TOKENS = register(Op("count_tokens", _given, None, _counted, factors=_toke
 
 
 def _sort_infer(attrs: Attrs, inputs: Sequence[Tensor]) -> list[tuple[tuple[Dim, ...], str]]:
-    return [(inputs[1].dims, inputs[1].dtype)]
+    return [(inputs[-1].dims, inputs[-1].dtype)]
 
 
 def _sort_factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Factors:
     names = dim_factors(attrs, inputs, outputs)
     counts: tuple[Factor, ...] = ("slots", None)
-    return Factors((counts, *names.operands[1:]), names.results)
+    if len(inputs) == 1:
+        return names
+    return Factors((counts, *names.operands[1:]), names.results, around=frozenset({"expert_d_ff"}))
 
 
 def _sort_transpose(tape: Tape, node: Any) -> None:
-    counts, y = node.inputs
+    *counts, y = node.inputs
     cotangent = tape.cotangent(node.outputs[0])
     assert cotangent is not None
-    tape.emit("sort_by_expert", [tape.saved(counts), cotangent], [y])
+    tape.emit("sort_by_expert", [*map(tape.saved, counts), cotangent], [y])
 
 
 def _sort_flops(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Size:

@@ -25,12 +25,15 @@ class Factors:
     `fixed` factors can not be sharded (a norm's own dimension). `held` names factors that no operand has but
     whose axes this op must leave alone (the loss of a vocabulary-parallel head is computed alike on all of
     them).
+    `around` names factors that no operand has but the ops around it: their axes are left alone too, but each device
+    works for its own share of these (tokens are sorted for a tensor-parallel expert's share of its hidden size).
     """
 
     operands: tuple[tuple[Factor, ...], ...]
     results: tuple[tuple[Factor, ...], ...]
     fixed: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
+    around: frozenset[str] = frozenset()
 
 
 class Tape(Protocol):

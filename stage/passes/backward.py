@@ -5,7 +5,7 @@ pending, shards and invariants alike), and reshards are ops with transposes, so 
 need no rules of their own.
 
 A column-parallel input that was gathered over an axis in `regather` is not kept: backward gathers it again from the
-shard that is (Korthikanti et al. 2022, section 4.2.2).
+shard that is (Korthikanti et al. 2022, section 4.2.2). Tokens gathered at their experts are kept, as in Megatron-LM.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from typing import Any
 from stage.graph import Graph, Node
 from stage.layout import Layout
 from stage.ops import get_op
+from stage.passes.shard import UNORDERED
 from stage.tensor import Dim, Tensor
 
 __all__ = ["Differentiated", "differentiate"]
@@ -66,7 +67,7 @@ class _Tape:
         if (
             producer is None
             or producer.op != "all_gather"
-            or self.tensors[tensor].role == "index"
+            or self.tensors[tensor].dims[producer.attrs["step"].src].name in UNORDERED
             or not set(producer.attrs["step"].axes) <= self.regather
         ):
             return tensor

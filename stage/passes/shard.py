@@ -149,7 +149,9 @@ class _Sharder:
         factors = get_op(node.op).factors(node.attrs, operands, self.graph.results(node))
         parts = [f for names in (*factors.operands, *factors.results) for f in names if f]
         flat = {part for f in parts for part in ((f,) if isinstance(f, str) else f)}
-        assignment = _assign(frozenset(flat - factors.fixed), factors.held, self.table, self.mesh)
+        assignment = _assign(
+            frozenset(flat - factors.fixed | factors.around), factors.held, self.table, self.mesh
+        )
         layouts = [
             _operand_layout(t, names, assignment, self.mesh, self.sizes)
             for t, names in zip(operands, factors.operands, strict=True)

@@ -1,12 +1,13 @@
 """Gradient buckets: which parameters are reduced together, and when they are complete.
 
 As in Megatron-LM parameters are taken in reverse order of their declaration and a bucket is closed once it has its
-size; experts have buckets of their own. With a sharded optimizer a parameter starts at a multiple of 64 elements and a
+size; experts have buckets of their own, and so has a table that two stages share where gradients are scattered. With a sharded optimizer a parameter starts at a multiple of 64 elements and a
 bucket is padded to a multiple of lcm(shards, 128).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import lcm
 
 from stage.mesh import Mesh
@@ -39,30 +40,34 @@ class Bucket:
 
 
 def plan_buckets(
-    units: Sequence[Sequence[Parameter]], sharding: Sharding, mesh: Mesh, bucket_size: int
+    units: Sequence[Sequence[Parameter]],
+    sharding: Sharding,
+    mesh: Mesh,
+    bucket_size: int,
+    shared: Collection[str] = (),
 ) -> list[Bucket]:
     """The buckets of a stage whose blocks have these parameters: dense ones, then experts', each from last to first.
 
-    `bucket_size` is in elements; 0 makes one bucket of each kind.
+    `bucket_size` is in elements; 0 makes one bucket of each kind. `shared` names parameters of several stages.
     """
     buckets: list[Bucket] = []
     kinds = dict.fromkeys((p.expert, p.data) for unit in units for p in unit)
     for expert, data in sorted(kinds):
         shard, replicate = sharding.split(data)
-        buckets += _cut(units, expert, data, shard, replicate, mesh, bucket_size)
+        tensors = _reversed(units, expert, data, frozenset(shared) if shard else frozenset())
+        buckets += _cut(tensors, expert, shard, replicate, mesh, bucket_size)
     return buckets
 
 
 def _cut(
-    units: Sequence[Sequence[Parameter]],
+    tensors: Sequence[tuple[int, int, bool]],
     expert: bool,
-    data: tuple[str, ...],
     shard: tuple[str, ...],
     replicate: tuple[str, ...],
     mesh: Mesh,
     bucket_size: int,
 ) -> list[Bucket]:
-    """The buckets of one kind of parameters."""
+    """The buckets of tensors of one kind: (block, elements, whether it stands alone)."""
     buckets: list[Bucket] = []
     filled, unit = 0, 0
 
@@ -70,11 +75,14 @@ def _cut(
         alignment = lcm(mesh.degree(shard), BUCKET_ALIGNMENT) if shard else 1
         buckets.append(Bucket(expert, unit, -(-filled // alignment) * alignment, filled, shard, replicate))
 
-    for current, tensors in _reversed(units, expert, data):
+    for current, elements, alone in tensors:
+        if alone and filled:
+            close(unit)
+            filled = 0
         if shard:
             filled = -(-filled // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
-        filled, unit = filled + sum(p.elements for p in tensors), current
-        if bucket_size and filled >= bucket_size:
+        filled, unit = filled + elements, current
+        if alone or (bucket_size and filled >= bucket_size):
             close(unit)
             filled = 0
     if filled:
@@ -83,18 +91,17 @@ def _cut(
 
 
 def _reversed(
-    units: Sequence[Sequence[Parameter]], expert: bool, data: tuple[str, ...]
-) -> list[tuple[int, list[Parameter]]]:
-    """Parameters of one kind from the last to the first; those of a fused operation are one."""
-    found: list[tuple[int, list[Parameter]]] = []
+    units: Sequence[Sequence[Parameter]], expert: bool, data: tuple[str, ...], shared: frozenset[str]
+) -> list[tuple[int, int, bool]]:
+    """Block, elements and whether it is shared of each tensor of one kind, from the last to the first.
+
+    Weights of a fused operation are one tensor. Those of experts are one for each expert, whose tensors stand together.
+    """
+    found: list[tuple[int, int, bool]] = []
     for i in reversed(range(len(units))):
-        last = ""
-        for p in reversed(units[i]):
-            if p.expert != expert or p.data != data:
-                continue
-            if found and found[-1][0] == i and p.fused == last:
-                found[-1][1].append(p)
-            else:
-                found.append((i, [p]))
-            last = p.fused
+        own = [p for p in reversed(units[i]) if p.expert == expert and p.data == data]
+        for parts, group in groupby(own, key=lambda p: p.parts):
+            tensors = [list(same) for _, same in groupby(group, key=lambda p: p.fused)]
+            sizes = [(i, sum(p.elements for p in same) // parts, same[0].name in shared) for same in tensors]
+            found += sizes * parts
     return found

@@ -25,7 +25,9 @@ COLLECTIVE_TYPES = {
     "all_gather": CommType.ALL_GATHER,
     "all_to_all": CommType.ALL_TO_ALL,
     "reduce_scatter": CommType.REDUCE_SCATTER,
+    "permute": CommType.ALL_TO_ALL,
 }
+"""How the schema says each collective. It has no permute; libraries run one as an all-to-all of uneven parts."""
 TAG_WIDTH = 5
 PEER_WIDTH = 3
 LAYER_WIDTH = 2

@@ -22,7 +22,8 @@ class Parameter:
     """One parameter on one device: `elements` after sharding for compute, of which `rows` x `columns`.
 
     `data` are the axes of its data-parallel reduction, `model` those of the other one; `expert` says which buffer it
-    belongs to, `fused` names the operation whose weights are stored as one.
+    belongs to, `fused` names the operation whose weights are stored as one. Weights of experts are stored apart, so they
+    are in `parts`.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Parameter:
     model: tuple[str, ...]
     expert: bool
     fused: str
+    parts: int = 1
 
     @property
     def elements(self) -> int:
@@ -69,7 +71,8 @@ def unit_parameters(graph: Graph, concrete: Concrete) -> list[Parameter]:
         model = _in_order(pending - _data_axes(concrete.mesh, expert) - {"pp"}, concrete.mesh)
         fused = readers[tensor.name][0].name if tensor.name in readers else tensor.name
         rows, columns = prod(sizes[: tensor.rows]), prod(sizes[tensor.rows :])
-        found.append(Parameter(tensor.name, rows, columns, data, model, expert, fused))
+        parts = next((int(dim.size) for dim in local.dims if dim.name == "experts"), 1)
+        found.append(Parameter(tensor.name, rows, columns, data, model, expert, fused, parts))
     return found
 
 

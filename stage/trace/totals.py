@@ -1,5 +1,6 @@
 """What a class's program amounts to: nodes, work, and bytes handed to each kind of communication."""
 
+from collections.abc import Callable
 from typing import Any
 
 from stage.trace.program import Program
@@ -7,10 +8,13 @@ from stage.trace.program import Program
 __all__ = ["totals"]
 
 
-def totals(program: Program) -> dict[str, Any]:
-    """Nodes of a program, the work they do, and the bytes they hand to each kind of communication."""
+def totals(program: Program, group_size: Callable[[tuple[str, ...]], int]) -> dict[str, Any]:
+    """Nodes of a program, the work they do, and what they hand to each kind of communication over each set of axes.
+
+    `group_size` says how many ranks a group over some axes has; a message has two.
+    """
     flops = matmul = model = moved = 0
-    communication: dict[str, dict[str, int]] = {}
+    communication: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for template, count in zip(program.templates, program.counts(), strict=True):
         for node in template.nodes:
             if node.is_compute:
@@ -19,14 +23,23 @@ def totals(program: Program) -> dict[str, Any]:
                 model += node.model_flops * count
                 moved += node.bytes * count
             else:
-                entry = communication.setdefault(node.kind, {"count": 0, "bytes": 0})
-                entry["count"] += count
-                entry["bytes"] += node.bytes * count
+                entry = communication.setdefault((node.kind, node.axes), [0, 0])
+                entry[0] += count
+                entry[1] += node.bytes * count
     return {
         "nodes": program.nodes,
         "num_ops": flops,
         "matmul_ops": matmul,
         "model_flops": model,
         "memory_bytes": moved,
-        "communication": dict(sorted(communication.items())),
+        "communication": [
+            {
+                "kind": kind,
+                "axes": list(axes),
+                "group": group_size(axes) if axes else 2,
+                "count": n,
+                "bytes": size,
+            }
+            for (kind, axes), (n, size) in sorted(communication.items())
+        ],
     }

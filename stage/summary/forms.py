@@ -1,0 +1,184 @@
+"""Closed forms of a model under a strategy: what one device computes, moves and sends, in sizes and degrees.
+
+They are the cost formulas of the ops applied to the sizes that one device holds, on the sharded graph of each kind of
+block. `batch` is the sequences of one micro-batch over all ranks. Each expression stands with its value, which is what
+the nodes of a synthesized trace have.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from stage.graph import Graph, Node
+from stage.model import Block
+from stage.ops import get_op
+from stage.ops.collective import is_collective
+from stage.passes.backward import Differentiated
+from stage.passes.shard import rest_layout
+from stage.request import Request
+from stage.summary.gradients import data_parallel, stored_parameters
+from stage.summary.symbolic import Local, tidy
+from stage.symbols import dtype_bytes
+from stage.synthesis import sharded_block, symbol_values
+from stage.tensor import Size, Tensor, resolve_dtypes
+
+__all__ = ["block_forms", "closed_forms"]
+
+
+@dataclass(frozen=True)
+class _Pricing:
+    """How an op of a sharded graph is priced: local sizes in symbols, and what the dtypes are."""
+
+    local: Local
+    dtypes: Mapping[str, str]
+
+    def width(self, dtype: str) -> int:
+        return dtype_bytes(resolve_dtypes(dtype, self.dtypes))
+
+    def tensors(self, graph: Graph, names: tuple[str, ...]) -> list[Tensor]:
+        return [self.local.tensor(graph.tensors[name], graph.layouts[name]) for name in names]
+
+    def op(self, graph: Graph, node: Node) -> dict[str, Any]:
+        """Work and traffic of one kernel."""
+        op = get_op(node.op)
+        ins, outs = self.tensors(graph, node.inputs), self.tensors(graph, node.outputs)
+        flops, moved = (
+            tidy(op.flops(node.attrs, ins, outs)),
+            tidy(op.bytes(node.attrs, ins, outs, self.width)),
+        )
+        return {
+            "name": node.name,
+            "op": node.op,
+            "phase": node.phase,
+            "matmul": op.is_matmul,
+            "flops": str(flops),
+            "bytes": str(moved),
+            "flops_value": max(1, self.local.value(flops)),
+            "bytes_value": max(1, self.local.value(moved)),
+        }
+
+    def sent(self, graph: Graph, node: Node) -> Size:
+        """Bytes that one device hands to a collective."""
+        tensor = self.tensors(graph, node.inputs[:1])[0]
+        return tidy(tensor.elements * self.width(tensor.dtype))
+
+    def communication(self, graph: Graph) -> list[dict[str, Any]]:
+        """The collectives of a graph, those alike in one entry."""
+        found: dict[tuple[str, str, str], dict[str, Any]] = {}
+        for node in graph.nodes:
+            if not is_collective(node.op):
+                continue
+            axes, size = " x ".join(self.local.words(node.attrs["step"].axes)), self.sent(graph, node)
+            entry = found.setdefault(
+                (node.op, axes, str(size)),
+                {
+                    "kind": node.op,
+                    "axes": axes,
+                    "count": 0,
+                    "bytes": str(size),
+                    "bytes_value": self.local.value(size),
+                    "nodes": [],
+                },
+            )
+            entry["count"] += 1
+            entry["nodes"].append(node.name)
+        return list(found.values())
+
+    def phase(self, graph: Graph) -> dict[str, Any]:
+        """The kernels of a graph, the sum of its matrix multiplications, and its collectives."""
+        kernels = [n for n in graph.nodes if get_op(n.op).kernel and not is_collective(n.op)]
+        ops = [self.op(graph, node) for node in kernels]
+        return {
+            "matmul_flops": str(self._total(graph, kernels)),
+            "matmul_flops_value": sum(op["flops_value"] for op in ops if op["matmul"]),
+            "ops": ops,
+            "communication": self.communication(graph),
+        }
+
+    def _total(self, graph: Graph, nodes: list[Node]) -> Size:
+        total = sympy.Integer(0)
+        for node in nodes:
+            op = get_op(node.op)
+            if op.is_matmul:
+                total += op.flops(
+                    node.attrs, self.tensors(graph, node.inputs), self.tensors(graph, node.outputs)
+                )
+        return tidy(total)
+
+
+def pricing(request: Request) -> _Pricing:
+    """How the ops of a request's sharded graphs are priced."""
+    x = request.model.graph(request.model.layers[0]).tensors["x"]
+    values = symbol_values(request)
+    rest = rest_layout(x, request.strategy.shard, request.mesh, values)
+    local = Local(request.mesh, values, tuple(atom for axes in rest.dims for atom in axes))
+    return _Pricing(local, {"compute": request.dtype, "gradient": request.grad_dtype})
+
+
+def block_forms(
+    request: Request, block: Block, both: Differentiated, price: _Pricing, skip: frozenset[str] = frozenset()
+) -> tuple[dict[str, Any], Size]:
+    """The closed forms of one kind of block, and the expression of its parameters on one device.
+
+    Parameters to `skip` are those that a block before it has brought to the same device (a tied token table).
+    """
+    parameters = stored_parameters(request, both.forward, price.local, skip)
+    entry = {
+        "kind": block.kind,
+        "count": request.model.blocks.count(block),
+        "parameters": str(tidy(parameters)),
+        "parameters_value": price.local.value(parameters),
+        "forward": price.phase(both.forward),
+        "backward": price.phase(both.backward),
+        "data_parallel": data_parallel(request, block, both.forward, price.local, skip),
+    }
+    return entry, parameters
+
+
+def closed_forms(request: Request) -> dict[str, Any]:
+    """The closed forms of each kind of block, of the whole model's parameters, and of a message between stages."""
+    price = pricing(request)
+    blocks, parameters, seen = [], sympy.Integer(0), frozenset[str]()
+    for block in dict.fromkeys(request.model.blocks):
+        both = sharded_block(request, block)
+        entry, own = block_forms(request, block, both, price, seen)
+        blocks.append(entry)
+        parameters += entry["count"] * own
+        if request.degrees["pp"] == 1:
+            seen |= {t.name for t in both.forward.parameters if t.shared}
+    x = request.model.graph(request.model.layers[0]).tensors["x"]
+    rest = rest_layout(x, request.strategy.shard, request.mesh, price.local.values)
+    message = tidy(price.local.tensor(x, rest).elements * price.width(x.dtype))
+    return {
+        "strategy": request.strategy.name,
+        "degrees": {axis: degree for axis, degree in request.degrees.items() if degree > 1},
+        "batch": request.sizes["batch"],
+        "seq": request.seq,
+        "vocab": request.sizes["vocab"],
+        "parameters": str(tidy(parameters)),
+        "parameters_value": price.local.value(parameters),
+        "flops": _by_phase(
+            blocks, lambda phase: [{key: phase[f"matmul_{key}"] for key in ("flops", "flops_value")}]
+        ),
+        "communication": _by_phase(blocks, lambda phase: phase["communication"]),
+        "blocks": blocks,
+        "message": {"bytes": str(message), "bytes_value": price.local.value(message)},
+    }
+
+
+def _by_phase(
+    blocks: list[dict[str, Any]], entries: Callable[[dict[str, Any]], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """What every block has in both phases, one after another."""
+    return [
+        {
+            "block": block["kind"],
+            "phase": phase,
+            **{key: value for key, value in entry.items() if key != "nodes"},
+        }
+        for phase in ("forward", "backward")
+        for block in blocks
+        for entry in entries(block[phase])
+    ]
