@@ -149,7 +149,9 @@ class TraceSet:
         classes = [self.classes.of(rank) for rank in chosen]
         sizes = [len(self.classes.image(number).data) for number in range(self.classes.count)]
         manifest = {**self.manifest, "written": "all" if ranks is None else chosen}
-        content = Content(self.world, chosen, lambda rank: sizes[self.classes.of(rank)], self.groups, manifest)
+        content = Content(
+            self.world, chosen, lambda rank: sizes[self.classes.of(rank)], self.groups, manifest
+        )
         engine = self._engine(jobs, dask)
         write_set(path, content, engine, force=force, resume=resume, progress=progress)
         return {

@@ -51,7 +51,9 @@ StrategyName = Annotated[
         autocompletion=complete_strategy,
     ),
 ]
-TraceFolder = Annotated[str, typer.Argument(metavar="DIR|URL", help="A folder of traces, here or in a store.")]
+TraceFolder = Annotated[
+    str, typer.Argument(metavar="DIR|URL", help="A folder of traces, here or in a store.")
+]
 Batch = Annotated[
     int | None, typer.Option("--batch", min=1, metavar="N", help="Sequences a step, over all ranks.")
 ]

@@ -35,7 +35,8 @@ def on_cluster(address: str, remake: Callable[[], RankClasses]) -> Engine:
         shareable(store)
         recipe = pickle.dumps((stage.__version__, remake), pickle.HIGHEST_PROTOCOL)
         with connected(address) as client:
-            kept = client.submit(bytes, recipe)  # a task of its own: it is computed again if its worker is lost
+            # The recipe is the result of a task, so that it is computed again if the worker that has it is lost.
+            kept = client.submit(bytes, recipe)
             chunks = cut(ranks, RANKS_AT_ONCE, len(client.scheduler_info()["workers"]))
             tasks = {
                 client.submit(write_chunk, kept, store, prefix, chunk, retries=RETRIES, pure=False)

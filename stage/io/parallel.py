@@ -66,9 +66,7 @@ class Worker:
         )
         self._orders = orders
 
-    def drain(
-        self, chunks: deque[Sequence[int]], answers: "SimpleQueue[list[Written] | Exception]"
-    ) -> None:
+    def drain(self, chunks: deque[Sequence[int]], answers: "SimpleQueue[list[Written] | Exception]") -> None:
         """Have chunks written until none is left, each answered by what was written or what went wrong."""
         process = self._process
         assert process.stdin is not None
@@ -86,7 +84,7 @@ class Worker:
             except Exception as err:  # noqa: BLE001 - whatever it is, an answer is waited for
                 process.kill()
                 ended = f"a writing process ended with status {process.wait()}"
-                answers.put(TraceError(f"{ended} ({err or 'no answer'}): try fewer jobs, each needs memory"))
+                answers.put(TraceError(f"{ended} ({err!r}): try fewer jobs, as each needs memory"))
 
 
 def work() -> None:
@@ -101,13 +99,14 @@ def work() -> None:
             ranks = pickle.load(orders)  # noqa: S301
         except EOFError:
             return
-        answer: list[Written] | Exception = []
+        done: list[Written] = []
+        failure: Exception | None = None
         try:
             for written in write_ranks(store, prefix, ranks, classes.each_bytes):
                 if os.getppid() != parent:
                     return
-                answer.append(written)
+                done.append(written)
         except Exception as err:  # noqa: BLE001 - it is raised again where the worker was started
-            answer = err
-        pickle.dump(answer, answers)
+            failure = err
+        pickle.dump(failure or done, answers)
         answers.flush()

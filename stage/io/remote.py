@@ -105,5 +105,5 @@ def _system_errors() -> Iterator[None]:
         yield
     except OSError:
         raise
-    except Exception as err:  # noqa: BLE001 - every store has classes of its own
+    except Exception as err:  # every store has classes of its own
         raise OSError(f"{type(err).__name__}: {err}") from err

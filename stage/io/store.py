@@ -22,22 +22,39 @@ NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
 
 
 class Store(Protocol):
-    """Named files in one place; `batch` is how many bytes are best written at once, 0 where it does not matter.
+    """Named files in one place, which errors of the system say can not be read or written.
 
-    A store can be sent to another process and means the same place there, unless it is `private`.
+    A store can be sent to another process and means the same place there, unless it is private.
     """
 
     @property
-    def batch(self) -> int: ...
+    def batch(self) -> int:
+        """How many bytes are best written at once, 0 where it does not matter."""
+
     @property
-    def private(self) -> bool: ...
-    def where(self, name: str = "") -> str: ...
-    def names(self) -> list[str]: ...
-    def has(self, name: str) -> bool: ...
-    def read(self, name: str) -> bytes: ...
-    def write(self, files: Mapping[str, Data]) -> None: ...
-    def append(self, name: str, data: bytes) -> None: ...
-    def remove(self, names: Sequence[str]) -> None: ...
+    def private(self) -> bool:
+        """Whether the files can be seen from this process only."""
+
+    def where(self, name: str = "") -> str:
+        """Return the path or URL of a file, or of the store, for messages."""
+
+    def names(self) -> list[str]:
+        """Return the names of all entries."""
+
+    def has(self, name: str) -> bool:
+        """Return whether there is such a file."""
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a file."""
+
+    def write(self, files: Mapping[str, Data]) -> None:
+        """Write files, in place of those that have these names."""
+
+    def append(self, name: str, data: bytes) -> None:
+        """Add to the end of a file."""
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +98,7 @@ class FolderStore:
             file.write(data)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files, those that are gone already included."""
+        """Remove files; some may be gone already."""
         for name in names:
             (self.path / name).unlink(missing_ok=True)
 

@@ -25,14 +25,27 @@ class Target(Protocol):
     """A set that is being written; `store` holds its files until `finish`."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of the set in messages."""
+
     @property
-    def store(self) -> Store: ...
-    def check(self, *, force: bool) -> None: ...
-    def check_room(self, sizes: Iterable[int]) -> None: ...
-    def clear(self) -> None: ...
-    def finish(self) -> None: ...
-    def abandon(self) -> None: ...
+    def store(self) -> Store:
+        """Where the files are written."""
+
+    def check(self, *, force: bool) -> None:
+        """Raise if a set cannot take this name."""
+
+    def check_room(self, sizes: Iterable[int]) -> None:
+        """Raise if there is no room for files of these sizes."""
+
+    def clear(self) -> None:
+        """Remove what an interrupted run left, so that the set begins empty."""
+
+    def finish(self) -> None:
+        """Make the set a complete one."""
+
+    def abandon(self) -> None:
+        """Remove what was begun, where nothing of worth is in it."""
 
 
 def open_target(place: str | Path) -> Target:
@@ -67,7 +80,9 @@ class FolderTarget:
         if not folder.exists():
             return
         if not force:
-            raise TraceError(f"{folder} exists already: give another folder, or force to replace the set in it")
+            raise TraceError(
+                f"{folder} exists already: give another folder, or force to replace the set in it"
+            )
         with reading(folder):
             foreign = find_foreign(folder)
         if foreign:
@@ -130,9 +145,13 @@ class StoreTarget:
             names = sorted(self.store.names())
         foreign = next((name for name in names if not is_part(name)), None)
         if foreign:
-            raise TraceError(f"{self.name} holds {foreign}, which is no part of a trace set: give another URL")
+            raise TraceError(
+                f"{self.name} holds {foreign}, which is no part of a trace set: give another URL"
+            )
         if names and JOURNAL not in names and not force:
-            raise TraceError(f"{self.name} exists already: give another URL, or force to replace the set in it")
+            raise TraceError(
+                f"{self.name} exists already: give another URL, or force to replace the set in it"
+            )
 
     def check_room(self, sizes: Iterable[int]) -> None:
         """Nothing: an object store does not say how much it takes."""
@@ -168,7 +187,13 @@ def clear(folder: Path) -> None:
 def find_foreign(folder: Path) -> str | None:
     """Return the name of an entry of a folder that no trace set has, or None."""
     with os.scandir(folder) as entries:
-        return min((e.name for e in entries if not is_part(e.name) or not e.is_file(follow_symlinks=False)), default=None)
+        foreign = (entry.name for entry in entries if not is_part_file(entry))
+        return min(foreign, default=None)
+
+
+def is_part_file(entry: "os.DirEntry[str]") -> bool:
+    """Return whether an entry of a folder is a file of a set."""
+    return is_part(entry.name) and entry.is_file(follow_symlinks=False)
 
 
 def in_gib(count: int) -> str:

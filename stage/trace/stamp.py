@@ -25,9 +25,7 @@ class Stamp:
     `peers(positions, distance)` are the ranks `distance` stages further than those at `positions` of the mesh.
     """
 
-    def __init__(
-        self, image: ClassImage, groups: GroupTable, peers: Callable[[Ints, int], Ints]
-    ) -> None:
+    def __init__(self, image: ClassImage, groups: GroupTable, peers: Callable[[Ints, int], Ints]) -> None:
         self.data = image.data.copy()
         self._groups, self._peers = groups, peers
         self._axes, self._distances = list(image.groups), list(image.peers)
