@@ -21,9 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except StageError as err:
         return _fail(str(err))
-    except KeyboardInterrupt as stop:
-        for note in getattr(stop, "__notes__", ()):
-            sys.stderr.write(f"stage: interrupted: {note}\n")
+    except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # The reader has gone; what is still buffered must not raise again when the interpreter exits.

@@ -127,6 +127,17 @@ def progress_bar(label: str, *, quiet: bool) -> Iterator[Progress | None]:
         yield show
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Say on standard error what an interrupt leaves behind."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        for note in getattr(stop, "__notes__", ()):
+            sys.stderr.write(f"stage: interrupted: {note}\n")
+        raise
+
+
 def _print_lines(values: Mapping[str, object]) -> None:
     width = max((len(_words(key)) for key in values), default=0)
     console = _console()

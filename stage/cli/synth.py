@@ -8,7 +8,7 @@ import typer
 
 import stage
 from stage.cli.options import Attention, Batch, Json, Mask, ModelName, Mtp, Seq, Sizes, StrategyName
-from stage.cli.output import print_json, print_report, progress_bar
+from stage.cli.output import interruptible, print_json, print_report, progress_bar
 from stage.cli.parse import parse_ranks, parse_sizes, parse_stage_layers, read_placement
 
 __all__ = ["HELP", "synth"]
@@ -205,7 +205,7 @@ def synth(
         bucket_size=bucket_size,
         placement=None if placement is None else read_placement(placement),
     )
-    with progress_bar("writing traces", quiet=json) as progress:
+    with interruptible(), progress_bar("writing traces", quiet=json) as progress:
         summary = traces.write(
             out, ranks=wanted, force=force, resume=resume, jobs=jobs, dask=dask, progress=progress
         )

@@ -21,6 +21,7 @@ __all__ = ["Journal", "check_inputs", "find_intact", "read_journal"]
 LINE = re.compile(rb"([0-9]{1,10}) ([0-9]{1,18}) ([0-9a-f]{8})")
 SECONDS, REMOTE_SECONDS = 0.25, 5.0
 SHOWN = 40
+DERIVED = ("classes", "groups", "ranks", "world")
 
 
 class Journal:
@@ -76,13 +77,13 @@ def read_journal(store: Store) -> tuple[Mapping[str, Any], dict[int, Written]] |
 def check_inputs(place: str, begun: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     """Raise if a journal is that of another set, naming what differs."""
     asked = json.loads(json.dumps(asked))
-    for key in sorted(begun.keys() | asked.keys()):
+    for key in sorted(begun.keys() | asked.keys(), key=lambda key: (key in DERIVED, key)):
         before, now = begun.get(key), asked.get(key)
         if before != now:
             inner = _first_difference(before, now)
             raise TraceError(
                 f"{place} was begun with other inputs ({key}{inner}): resume with the same, "
-                "or start over without resuming"
+                "or start over without --resume"
             )
 
 

@@ -81,7 +81,7 @@ class FolderTarget:
             return
         if not force:
             raise TraceError(
-                f"{folder} exists already: give another folder, or force to replace the set in it"
+                f"{folder} exists already: give another folder, or --force to replace the set in it"
             )
         with reading(folder):
             foreign = find_foreign(folder)
@@ -94,10 +94,10 @@ class FolderTarget:
         """Raise if the disk has no room for files of these sizes."""
         need = sum(-(-size // BLOCK) * BLOCK for size in sizes)
         parent = next(path for path in self.folder.parents if path.exists())
-        free = shutil.disk_usage(parent).free
-        if need > free:
+        disk = shutil.disk_usage(parent)
+        if disk.total and need > disk.free:
             raise TraceError(
-                f"{self.folder} needs {in_gib(need)} of disk, and {parent} has {in_gib(free)} free: "
+                f"{self.folder} needs {in_gib(need)} of disk, and {parent} has {in_gib(disk.free)} free: "
                 "make room, choose another disk, or write fewer ranks"
             )
 
@@ -150,7 +150,7 @@ class StoreTarget:
             )
         if names and JOURNAL not in names and not force:
             raise TraceError(
-                f"{self.name} exists already: give another URL, or force to replace the set in it"
+                f"{self.name} exists already: give another URL, or --force to replace the set in it"
             )
 
     def check_room(self, sizes: Iterable[int]) -> None:

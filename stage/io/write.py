@@ -119,7 +119,7 @@ def keeping(target: Target, journal: Journal, total: int) -> Iterator[None]:
         if isinstance(err, OSError):
             happened = f"{target.name} cannot be written ({err.strerror or err})"
             if journal.count:
-                raise TraceError(f"{happened}: {left}; check space and rights, then resume") from err
+                raise TraceError(f"{happened}: {left}; check space and rights, then --resume") from err
             raise TraceError(f"{happened}, and nothing was: check space and rights") from err
         if journal.count:
             err.add_note(f"{left}; --resume goes on from there")
