@@ -72,7 +72,9 @@ def test_an_interrupt_keeps_what_is_written(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert errors.startswith("stage: interrupted: ")
-    assert errors.endswith(f" of 8,192 ranks are in {tmp_path / 'out.partial'}; --resume goes on from there\n")
+    assert errors.endswith(
+        f" of 8,192 ranks are in {tmp_path / 'out.partial'}; --resume goes on from there\n"
+    )
     assert errors.count("\n") == 1
 
 
@@ -215,9 +217,7 @@ def test_nothing_partial_looks_complete_at_any_moment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["groups.json", "manifest.json"])
-def test_stop_at_the_very_end_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_stop_at_the_very_end_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     opened = os.open
 
     def full(path: str, flags: int, mode: int = 0o777) -> int:
@@ -255,7 +255,9 @@ def test_need_of_disk_is_said_before_anything_is_written(
     assert main(command(tmp_path / "new" / "out")[3:]) == 2
     text = capsys.readouterr().err
     need = sum(-(-len(job().rank(rank)) // 4096) * 4096 for rank in range(16)) + 8192
-    assert text.startswith(f"stage: error: {tmp_path}/new/out needs {need / 2**20:.1f} MiB of disk, and {tmp_path} ")
+    assert text.startswith(
+        f"stage: error: {tmp_path}/new/out needs {need / 2**20:.1f} MiB of disk, and {tmp_path} "
+    )
     assert text.endswith("has 0.1 MiB free: make room, choose another disk, or write fewer ranks\n")
     assert list(tmp_path.iterdir()) == []
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import stage
 
@@ -14,9 +15,9 @@ __all__ = ["SIZES", "command", "content", "job", "start", "wait_for_ranks"]
 SIZES = {"d_model": 64, "d_ff": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
 
 
-def job(gpus: int = 16, layers: int = 4, **options: object) -> stage.TraceSet:
+def job(gpus: int = 16, layers: int = 4, **options: Any) -> stage.TraceSet:
     """The trace set of a tiny model; of one layer, on one stage."""
-    chosen = {"tp": 2, "pp": min(layers, 2), "batch": gpus // 2, "seq": 32, **options}
+    chosen: dict[str, Any] = {"tp": 2, "pp": min(layers, 2), "batch": gpus // 2, "seq": 32, **options}
     return stage.synthesize("llama3-8b", gpus=gpus, sizes={**SIZES, "layers": layers}, **chosen)
 
 
