@@ -1,9 +1,8 @@
 """A trace set: any rank's trace as bytes or as plain values, made when it is asked for."""
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stage.errors import StageError
+from stage.io.bundle import bundle_classes, open_bundle, write_bundle
 from stage.io.chakra import DirectorySource, open_directory
 from stage.io.engine import Engine, in_process
 from stage.io.parallel import in_processes
+from stage.io.store import is_url
 from stage.io.write import Content, write_set
 from stage.mesh import Mesh
 from stage.trace.classes import RankClasses
@@ -87,12 +88,16 @@ class TraceSet:
         """The trace set of a job."""
         classes = job.classes()
         summaries = [totals(program, classes.groups.size) for program in job.programs]
-        return TraceSet(classes, job.description, summaries, job.classes)
+        description = {**job.description, "schema": SCHEMA_VERSION}
+        return TraceSet(classes, description, summaries, job.classes)
 
     @staticmethod
-    def open(path: str | Path) -> DirectorySource:
-        """A trace set on disk, with the same `rank`, `nodes`, `groups` and `manifest`."""
-        return open_directory(path)
+    def open(path: str | Path) -> "DirectorySource | TraceSet":
+        """A trace set on disk, a folder or a bundle, with the same `rank`, `nodes`, `groups` and `manifest`."""
+        if is_url(path) or not Path(path).is_file():
+            return open_directory(path)
+        bundle, again = open_bundle(path), partial(bundle_classes, Path(path).absolute())
+        return TraceSet(bundle.classes, bundle.description, bundle.summaries, again)
 
     def rank(self, rank: int) -> bytes:
         """The bytes of a rank's trace file."""
@@ -112,19 +117,18 @@ class TraceSet:
         """Inputs, resolved sizes and mesh, counts, and for each class its totals and the digest of its bytes."""
         return {
             **self.description,
-            "schema": SCHEMA_VERSION,
             "ranks": self.world,
             "groups": self.classes.groups.count,
             "classes": [self._class_entry(number) for number in range(self.classes.count)],
         }
 
     def _class_entry(self, number: int) -> dict[str, Any]:
-        data = self.classes.image(number).data
+        size, sha256 = self.classes.digest(number)
         return {
             "class": number,
             "ranks": self.classes.ranks_per_class,
-            "bytes": len(data),
-            "sha256": hashlib.sha256(data.data).hexdigest(),
+            "bytes": size,
+            "sha256": sha256,
             **self.summaries[number],
         }
 
@@ -147,18 +151,36 @@ class TraceSet:
         """
         chosen = list(self.ranks) if ranks is None else list(dict.fromkeys(ranks))
         classes = [self.classes.of(rank) for rank in chosen]
-        sizes = [len(self.classes.image(number).data) for number in range(self.classes.count)]
+        sizes = [self.classes.digest(number)[0] for number in range(self.classes.count)]
         manifest = {**self.manifest, "written": "all" if ranks is None else chosen}
         content = Content(
             self.world, chosen, lambda rank: sizes[self.classes.of(rank)], self.groups, manifest
         )
         engine = self._engine(jobs, dask)
         write_set(path, content, engine, force=force, resume=resume, progress=progress)
+        return self._counts(classes)
+
+    def write_bundle(
+        self,
+        path: str | Path,
+        *,
+        force: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> dict[str, int]:
+        """Write all ranks into one file; returns the counts of `write`, and the bytes of the file.
+
+        A file of this name is a `TraceError` without `force`. `progress` counts classes.
+        """
+        size = write_bundle(path, self, force=force, progress=progress)
+        return {**self._counts([self.classes.of(rank) for rank in self.ranks]), "bundle_bytes": size}
+
+    def _counts(self, classes: Sequence[int]) -> dict[str, int]:
+        """What ranks of these classes amount to."""
         return {
-            "ranks": len(chosen),
+            "ranks": len(classes),
             "classes": len(set(classes)),
             "nodes": sum(self.summaries[c]["nodes"] for c in classes),
-            "bytes": sum(sizes[c] for c in classes),
+            "bytes": sum(self.classes.digest(c)[0] for c in classes),
         }
 
     def _engine(self, jobs: int, dask: str | None) -> Engine:

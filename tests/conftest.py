@@ -21,7 +21,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     def check(name: str, text: str) -> None:
         path = GOLDEN / name
         if request.config.getoption("--update-golden"):
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         assert path.exists(), f"{path} is missing; run pytest with --update-golden and read what it writes"
         assert text == path.read_text(), f"{path} differs; if that is meant, run pytest with --update-golden"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -32,6 +32,9 @@ class Recorder:
     def write(self, path: str, **options: object) -> dict[str, object]:
         self.calls.append(((path,), options))
         return {"ranks": 8, "classes": 2, "nodes": 1234, "bytes": 5_000_000}
+
+    def write_bundle(self, path: str, **options: object) -> dict[str, object]:
+        return {**self.write(path, **options), "bundle_bytes": 777}
 
 
 @pytest.fixture
@@ -136,6 +139,13 @@ def test_synth_prints_a_summary_in_both_forms(capsys: Capture) -> None:
     assert (report["ranks"], report["bytes"]) == (8, 5_000_000)
 
 
+def test_synth_writes_a_bundle_where_it_is_asked_to(recorder: Recorder, capsys: Capture) -> None:
+    assert main(["synth", "m", "--format", "bundle", "--out", "t.stage", "--force", "--json"]) == 0
+    assert recorder.calls[-1] == (("t.stage",), {"force": True, "progress": None})
+    report = json.loads(capsys.readouterr().out)
+    assert list(report) == ["out", "ranks", "classes", "nodes", "bytes", "bundle_bytes", "seconds"]
+
+
 @pytest.mark.parametrize(
     ("error", "status", "text"),
     [
@@ -178,8 +188,14 @@ def test_errors_are_one_line_and_an_exit_status(
             "Invalid value for '--tp': Input should be greater than or equal to 1 (found '0'); see `stage synth --help`",
         ),
         (
+            "synth m --out t --format bundle --ranks 0",
+            "--ranks: a bundle holds all ranks; leave it out, and choose them with stage unpack",
+        ),
+        ("unpack t.stage --out t", "t.stage: there is no such file; give a bundle"),
+        ("unpack . --out t", ".: is a folder, and its traces are files already; give a bundle"),
+        (
             "show . --rank 0",
-            ".: holds no traces, so it has no rank 0; --rank is for folders of traces",
+            ".: holds no traces, so it has no rank 0; --rank is for trace sets",
         ),
         (
             "synth m --out t --stage-layers 7y",
@@ -266,6 +282,7 @@ def test_show_prints_what_the_library_reports(monkeypatch: pytest.MonkeyPatch, c
     forms = {
         "strategy": "mine",
         "degrees": {"tp": 2},
+        "parts": {},
         "batch": 1,
         "seq": 8,
         "vocab": 16,
@@ -335,7 +352,7 @@ def test_show_of_a_folder_of_traces(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert json.loads(capsys.readouterr().out) == {"path": str(tmp_path), "rank": 3}
     assert main(["show", str(tmp_path), "--seq", "3"]) == 2
     assert (
-        "is a folder of traces; --strategy, --batch, --seq, --set and degrees are for models"
+        "is a trace set; --strategy, --batch, --seq, --set and degrees are for models"
         in capsys.readouterr().err
     )
 
@@ -358,15 +375,15 @@ class Report:
         return not self.defects
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **functions: object) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> None:
     module = ModuleType(name)
-    for key, function in functions.items():
-        setattr(module, key, function)
+    for key, member in members.items():
+        setattr(module, key, member)
     monkeypatch.setitem(sys.modules, name, module)
 
 
 def test_verify_exits_1_on_defects(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    stand_in(monkeypatch, "stage.io.chakra", open_directory=lambda path: path)
+    stand_in(monkeypatch, "stage.traceset", TraceSet=SimpleNamespace(open=lambda path: path))
     defect = Defect(0, 7, "dependency", "node 7 waits for node 9, which is not in the file")
     stand_in(monkeypatch, "stage.trace.verify", verify=lambda _: Report((defect,), ("ranks 1 to 3",)))
     assert main(["verify", "t", "--json"]) == 1
@@ -385,14 +402,15 @@ def test_verify_exits_1_on_defects(monkeypatch: pytest.MonkeyPatch, capsys: Capt
 
 
 def test_verify_exits_0_without_defects(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    stand_in(monkeypatch, "stage.io.chakra", open_directory=lambda path: path)
+    stand_in(monkeypatch, "stage.traceset", TraceSet=SimpleNamespace(open=lambda path: path))
     stand_in(monkeypatch, "stage.trace.verify", verify=lambda _: Report(()))
     assert main(["verify", "t"]) == 0
     assert capsys.readouterr().out == "t: no defect\n"
 
 
 def test_export_lists_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
-    def export_astra_sim(path: Path, out: Path, system: str, *, force: bool) -> None:
+    def export_astra_sim(path: Path, out: Path, system: str, *, force: bool, progress: object) -> None:
+        assert progress is None
         assert not force
         out.mkdir()
         (out / "run.sh").write_text(f"{path} {system}")
@@ -416,7 +434,7 @@ def test_listings_fit_80_columns_and_agree_with_json(command: str, capsys: Captu
         assert any(line.startswith(item["name"]) for line in lines)
 
 
-@pytest.mark.parametrize("command", ["synth", "verify", "show", "models", "strategies", "export"])
+@pytest.mark.parametrize("command", ["synth", "unpack", "verify", "show", "models", "strategies", "export"])
 def test_every_command_has_help(command: str, capsys: Capture) -> None:
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out

@@ -43,6 +43,68 @@ def test_a_job_from_synthesis_to_summary(tmp_path: Path, capsys: Capture) -> Non
     capsys.readouterr()
 
 
+def test_a_bundle_from_synthesis_to_summary(tmp_path: Path, capsys: Capture) -> None:
+    direct, bundle, out = tmp_path / "t", tmp_path / "job.stage", tmp_path / "unpacked"
+    assert synth(JOB, direct) == 0
+    capsys.readouterr()
+    assert synth(JOB, bundle, "--format", "bundle", "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["bundle_bytes"] == bundle.stat().st_size
+    assert main(["unpack", str(bundle), "--out", str(out), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {**report, "out": 0, "seconds": 0, "bundle_bytes": 0} == {
+        **made,
+        "out": 0,
+        "seconds": 0,
+        "bundle_bytes": 0,
+    }
+    assert content(out) == content(direct)
+
+    assert main(["unpack", str(bundle), "--out", str(out), "--ranks", "0-1,6"]) == 2
+    assert "force to replace" in capsys.readouterr().err
+    assert main(["unpack", str(bundle), "--out", str(out), "--ranks", "0-1,6", "--force"]) == 0
+    assert sorted(path.name for path in out.glob("*.et")) == ["trace.0.et", "trace.1.et", "trace.6.et"]
+    capsys.readouterr()
+    assert main(["verify", str(bundle), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "defects": [], "unchecked": []}
+    for more in ([], ["--rank", "7"]):
+        shown = []
+        for path in (direct, bundle):
+            assert main(["show", str(path), *more]) == 0
+            shown.append(capsys.readouterr().out)
+        assert shown[0] == shown[1] != ""
+
+
+def test_a_bundle_is_exported_with_its_traces(tmp_path: Path, capsys: Capture) -> None:
+    bundle, kit = tmp_path / "job.stage", tmp_path / "kit"
+    line = ["export", str(bundle), "--to", "astra-sim", "--system", "h100", "--out", str(kit)]
+    assert synth(JOB, tmp_path / "t") == 0
+    assert synth(JOB, bundle, "--format", "bundle") == 0
+    assert main(line) == 0
+    assert content(kit / "traces") == content(tmp_path / "t")
+    assert "traces=traces/trace" in (kit / "run.sh").read_text()
+    capsys.readouterr()
+    assert main(line) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main([*line, "--force"]) == 0
+
+
+def test_a_damaged_bundle_is_one_line(tmp_path: Path, capsys: Capture) -> None:
+    bundle = tmp_path / "job.stage"
+    assert synth(JOB, bundle, "--format", "bundle") == 0
+    whole = bundle.read_bytes()
+    bundle.write_bytes(whole[: len(whole) // 2])
+    capsys.readouterr()
+    for line in (["verify"], ["show"], ["unpack", "--out", str(tmp_path / "t")]):
+        assert main([line[0], str(bundle), *line[1:]]) == 2
+        shown = capsys.readouterr().err
+        assert shown.startswith(
+            f"stage: error: {bundle} is damaged: it has {len(whole) // 2} bytes, but should"
+        )
+        assert shown.count("\n") == 1
+    assert not (tmp_path / "t").exists()
+
+
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         assert synth(JOB, tmp_path / name) == 0

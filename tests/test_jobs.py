@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from stage.cli import main
 from stage.errors import StageError, TraceError
 from tests.writing import command, content, job, start, wait_for_ranks
 
@@ -149,3 +150,21 @@ def test_jobs_that_cannot_be(tmp_path: Path) -> None:
     ):
         job().write(tmp_path / "out", jobs=2, dask="tcp://x:1")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bundle_is_unpacked_by_processes(tmp_path: Path, workers: list[int]) -> None:
+    job().write(tmp_path / "whole")
+    job().write_bundle(tmp_path / "job.stage")
+    line = ["unpack", str(tmp_path / "job.stage"), "--out", str(tmp_path / "out"), "--jobs", "2", "--json"]
+    assert main(line) == 0
+    assert len(workers) == 2
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("option", [["--jobs", "2"], ["--resume"], ["--dask", "tcp://x:1"]])
+def test_a_bundle_is_written_by_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: list[str]
+) -> None:
+    assert main(command(tmp_path / "job.stage", "--format", "bundle", *option)[3:]) == 2
+    expected = "--format bundle writes one small file: leave out --resume, --jobs and --dask"
+    assert capsys.readouterr().err == f"stage: error: {expected}\n"

@@ -8,8 +8,9 @@ import pytest
 import sympy
 
 import stage
-from stage.catalog import list_models, list_strategies
+from stage.catalog import list_models, list_strategies, load_strategy
 from stage.errors import StageError, TraceError
+from stage.strategy import Strategy
 from stage.summary import model_summary, trace_summary
 from stage.symbols import size
 
@@ -26,10 +27,10 @@ def parsed(text: str) -> sympy.Expr:
 
 
 def same(text: str, expected: str) -> bool:
-    return sympy.expand(parsed(text) - parsed(expected)) == 0
+    return bool(sympy.expand(parsed(text) - parsed(expected)) == 0)
 
 
-def forms(model: str, strategy: str, **options: Any) -> dict[str, Any]:
+def forms(model: str, strategy: str | Strategy, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = model_summary(model, strategy=strategy, **options)["closed_forms"]
     return found
 
@@ -89,6 +90,11 @@ def test_communication_of_a_llama_layer_is_that_of_sequence_parallelism() -> Non
         whole = "2*batch*d_model*seq/dp"  # an all-gather is counted by what one device brings
         assert same(entry["bytes"], f"{whole}/tp" if entry["kind"] == "all_gather" else whole)
         assert entry["bytes_value"] == 2 * 4096 * 8192 // (2 if entry["kind"] == "all_gather" else 1)
+
+
+def test_parts_of_axes_are_said_with_their_degrees() -> None:
+    assert forms("llama3-8b", "megatron_sp", tp=16)["parts"] == {"tp_kv": 8}
+    assert forms("llama3-8b", "hsdp")["parts"] == {"dp_shard": 2}
 
 
 def test_parameters_on_a_device_are_those_that_tp_shards_and_the_norms() -> None:
@@ -205,13 +211,36 @@ def traced(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", FAMILIES)
 def test_values_are_those_of_the_nodes_of_a_trace(model: str, strategy: str) -> None:
-    found = forms(model, strategy, **SMALL, bucket_size=0, clip=False)
-    degrees = dict(found["degrees"])
+    agree(model, strategy, {})
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "options"),
+    [
+        ("llama3-8b", "megatron_sp", {"tp": 16}),  # more ranks than KV heads
+        ("llama3-8b", "megatron", {"tp": 4, "recompute": "full"}),
+        ("llama3-8b", "megatron_sp", {"tp": 4, "recompute": "selective", "attention": "unfused"}),
+        ("llama3-8b", load_strategy("fsdp").replace(reshard_after_forward=False), {"dp": 8}),
+        ("llama3-8b", load_strategy("fsdp").replace(reshard_after_forward=2), {"dp": 8}),
+        ("llama3-8b", "ddp", {"dp": 2, "grad_dtype": "bf16", "mask": "full", "dropout": True}),
+        ("mixtral-8x7b", "megatron_moe", {"dp": 2, "tp": 2, "ep": 2}),
+        ("mixtral-8x7b", "megatron_moe", {"dp": 2, "tp": 4, "ep": 4, "etp": 2}),
+        ("deepseek-v3", "megatron_moe", {"dp": 8, "cp": 2, "tp": 2, "ep": 16, "mtp": True}),
+        ("gpt-oss-20b", "megatron_moe", {"tp": 2, "seq": 64}),  # a window wider than the sequence
+    ],
+)
+def test_values_agree_at_other_degrees_and_options(
+    model: str, strategy: str | Strategy, options: dict[str, Any]
+) -> None:
+    agree(model, strategy, options)
+
+
+def agree(model: str, strategy: str | Strategy, options: dict[str, Any]) -> None:
+    options = {**SMALL, "bucket_size": 0, "clip": False, **options}
+    found = forms(model, strategy, **options)
     shard = {"dp_shard": 2} if strategy == "hsdp" else {}
-    traces = stage.synthesize(
-        model, strategy, batch=found["batch"], bucket_size=0, clip=False, **SMALL, **degrees, **shard
-    )
-    nodes, rest = traced(traces)
+    given = {**options, **found["degrees"], **shard}
+    nodes, rest = traced(stage.synthesize(model, strategy, batch=found["batch"], **given))
     seen = 0
     for entry in found["blocks"]:
         for phase in ("forward", "backward"):
@@ -223,7 +252,7 @@ def test_values_are_those_of_the_nodes_of_a_trace(model: str, strategy: str) -> 
                 seen += 1
             for sent in entry[phase]["communication"]:
                 for name in sent["nodes"]:
-                    assert nodes[entry["kind"], name, phase] == (sent["bytes_value"],), name
+                    assert nodes[entry["kind"], name, sent["phase"]] == (sent["bytes_value"],), name
                     seen += 1
         seen += gathered(entry, nodes)
     assert seen == sum(kind != "optimizer" and "bucket" not in kind for kind, _, _ in nodes)
@@ -238,19 +267,21 @@ def test_values_are_those_of_the_nodes_of_a_trace(model: str, strategy: str) -> 
 
 def gathered(entry: dict[str, Any], nodes: dict[tuple[str, str, str], tuple[Any, ...]]) -> int:
     """How many nodes of a block's own data-parallel communication there are, each as its closed form says."""
-    expected: Counter[tuple[str, str]] = Counter()
+    expected: dict[tuple[str, str, bool], set[int]] = {}
     for sent in entry["data_parallel"]:
-        if not sent["tensors"].startswith("replicated"):
-            suffix = "_expert" if sent["tensors"].startswith("expert") else ""
-            expected[f"{sent['tensors'].split()[-1]}{suffix}.{sent['kind']}", ""] += sent["bytes_value"]
-    own = {
-        (name, phase): size
-        for (kind, name, phase), size in nodes.items()
-        if kind == entry["kind"] and re.fullmatch(r"(parameters|gradients)(_expert)?\.[a-z_]+", name)
-    }
-    for (name, _), size in own.items():
-        assert size == (expected[name, ""],), name
-    return len(own)
+        key = (
+            sent["tensors"].removeprefix("expert ").split()[0],
+            sent["kind"],
+            sent["tensors"].startswith("expert"),
+        )
+        expected.setdefault(key, set()).add(sent["bytes_value"])
+    own = 0
+    for (kind, name, _), (amount, *_) in nodes.items():
+        match = re.fullmatch(r"(parameters|gradients)(_expert)?[a-z_]*\.([a-z_]+)", name)
+        if kind == entry["kind"] and match:
+            assert amount in expected[match[1], match[3], bool(match[2])], name
+            own += 1
+    return own
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -1,9 +1,9 @@
 """Comparing a rank's recorded events with its synthesized ones, exactly and in order.
 
 Where they differ, **explanations** are tried. An explanation is a rule of its own name that rewrites the synthesized
-events into what the other code is known to issue, from the configuration and the numbers of the job. It counts only
-if it brings the two lists closer, and after all rules they must be equal event by event: phase, op, group, bytes,
-dtype and order. What remains is unexplained.
+events into what the other code is known to issue, from the configuration and the numbers of the job. After the rules
+the two must be equal event by event: phase, op, group, bytes, dtype and order. If no choice of rules makes them so,
+the difference is unexplained.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,22 +12,23 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from benchmarks.records.event import Event
-from stage.traceset import TraceSet
+from stage.mesh import Mesh
 
 __all__ = ["Comparison", "Context", "Explanation", "compare", "difference"]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What an explanation may read: the record's configuration, the rank, and the synthesized job."""
+    """What an explanation may read: the record's configuration, the rank, the mesh, and the recorded events."""
 
     config: Mapping[str, Any]
     rank: int
-    traces: TraceSet
+    mesh: Mesh
+    recorded: Sequence[Event]
 
 
-Rewrite = Callable[[list[Event], Sequence[Event], Context], list[Event]]
-"""(synthesized events, recorded events, context) -> the synthesized events as the other code would issue them."""
+Rewrite = Callable[[list[Event], Context], list[Event]]
+"""Makes of the synthesized events those that the other code would issue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +54,37 @@ def difference(ours: Sequence[Event], theirs: Sequence[Event]) -> int:
     return sum((i2 - i1) + (j2 - j1) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal")
 
 
-def compare(
-    ours: Sequence[Event], theirs: Sequence[Event], rules: Sequence[Explanation], context: Context
-) -> Comparison:
-    """The comparison of one rank's events, with the rules tried in the order given."""
+def compare(ours: Sequence[Event], rules: Sequence[Explanation], context: Context) -> Comparison:
+    """The comparison of one rank's events: explained by the fewest rules, in the order given, that make them equal.
+
+    If none do, the rest is shown after those rules that bring the two closer.
+    """
+    chosen = _fewest(list(ours), rules, context)
     current, explained = list(ours), {}
-    left = difference(current, theirs)
-    for rule in rules:
-        if not left:
-            break
-        candidate = rule.rewrite(current, theirs, context)
-        after = left if candidate == current else difference(candidate, theirs)
-        if after < left:
-            explained[rule.slug] = left - after
-            current, left = candidate, after
-    return Comparison(explained, tuple(_lines(current, theirs)) if left else ())
+    for rule in rules if chosen is None else chosen:
+        candidate = rule.rewrite(current, context)
+        if chosen is None and difference(candidate, context.recorded) >= difference(
+            current, context.recorded
+        ):
+            continue
+        explained[rule.slug] = difference(current, candidate)
+        current = candidate
+    return Comparison(explained, tuple(_lines(current, context.recorded)) if chosen is None else ())
+
+
+def _fewest(ours: list[Event], rules: Sequence[Explanation], context: Context) -> list[Explanation] | None:
+    """The fewest of the rules that, one after the other, make `ours` what is recorded; None if no choice does."""
+    if ours == list(context.recorded):
+        return []
+    best: list[Explanation] | None = None
+    for i, rule in enumerate(rules):
+        candidate = rule.rewrite(ours, context)
+        if candidate == ours:
+            continue
+        rest = _fewest(candidate, rules[i + 1 :], context)
+        if rest is not None and (best is None or len(rest) + 1 < len(best)):
+            best = [rule, *rest]
+    return best
 
 
 def _lines(ours: Sequence[Event], theirs: Sequence[Event], context: int = 2) -> list[str]:

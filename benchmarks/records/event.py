@@ -115,10 +115,14 @@ def synthesized(
         if node.type in (NodeType.COMM_SEND, NodeType.COMM_RECV):
             peer = _number(node, "comm_dst" if node.type == NodeType.COMM_SEND else "comm_src")
             events.append(_event(node, phase, (peer,), micro_batch))
-        elif phase in ("forward", "backward"):
-            if marks and micro_batch >= 0 and (phase, micro_batch) != current:
-                current = (phase, micro_batch)
-                events.append(mark("F" if phase == "forward" else "B", micro_batch))
+        elif (
+            marks
+            and phase in ("forward", "backward")
+            and micro_batch >= 0
+            and (phase, micro_batch) != current
+        ):
+            current = (phase, micro_batch)
+            events.append(mark("F" if phase == "forward" else "B", micro_batch))
         if node.type == NodeType.COMM_COLL:
             events.append(_event(node, phase, tuple(groups[str(node.get("pg_name"))]), micro_batch))
     return events

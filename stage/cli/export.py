@@ -6,17 +6,20 @@ from typing import Annotated, Literal
 import typer
 
 from stage.cli.options import Json, TraceFolder
-from stage.cli.output import print_json
+from stage.cli.output import print_json, progress_bar
+from stage.cli.source import open_source
 
 __all__ = ["HELP", "export"]
 
 HELP = """Write what a simulator needs to run a trace set.
 
-For astra-sim: network, system and memory files and a run script, for the traces where they are.
+For astra-sim: network, system and memory files and a run script, for the traces where they are. Those of a bundle
+are unpacked into the kit.
 
 \b
-Example:
-  stage export traces/ --to astra-sim --system h100 --out kit/"""
+Examples:
+  stage export traces/ --to astra-sim --system h100 --out kit/
+  stage export job.stage --to astra-sim --system h100 --out kit/"""
 
 Target = Annotated[Literal["astra-sim"], typer.Option("--to", help="The simulator.")]
 System = Annotated[str, typer.Option("--system", metavar="NAME|FILE", help="The machine to simulate.")]
@@ -31,7 +34,8 @@ def export(
     from stage.io.astra_sim import export_astra_sim
 
     assert to == "astra-sim"  # the only target that typer lets through
-    export_astra_sim(traces, out, system, force=force)
+    with progress_bar("writing traces", quiet=json) as progress:
+        export_astra_sim(open_source(traces), out, system, force=force, progress=progress)
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     if json:
         print_json({"out": str(out), "files": files})

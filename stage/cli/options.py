@@ -52,7 +52,14 @@ StrategyName = Annotated[
     ),
 ]
 TraceFolder = Annotated[
-    str, typer.Argument(metavar="DIR|URL", help="A folder of traces, here or in a store.")
+    str,
+    typer.Argument(metavar="DIR|URL|BUNDLE", help="A folder of traces, here or in a store, or a bundle."),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with a run that was stopped.", rich_help_panel="Output")
+]
+Jobs = Annotated[
+    int, typer.Option("--jobs", min=1, metavar="N", help="Processes that write.", rich_help_panel="Output")
 ]
 Batch = Annotated[
     int | None, typer.Option("--batch", min=1, metavar="N", help="Sequences a step, over all ranks.")

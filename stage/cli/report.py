@@ -36,9 +36,8 @@ def _compact(value: Any) -> str:
 def _print_forms(forms: Mapping[str, Any]) -> None:
     print(f"\nCLOSED FORMS of {forms['strategy']}: what each device does for one micro-batch,")
     print("`batch` being its sequences over all devices. An axis of degree 1 is left out.")
-    _print_sizes(
-        "values are at", {**forms["degrees"], **{key: forms[key] for key in ("batch", "seq", "vocab")}}
-    )
+    at = {key: forms[key] for key in ("batch", "seq", "vocab")}
+    _print_sizes("values are at", {**forms["degrees"], **forms["parts"], **at})
     _section("parameters on a device", _parameters(forms))
     _section("matrix multiplications", (_work(entry) for entry in forms["flops"]))
     _section("communication of activations", (_sent(entry) for entry in forms["communication"]))

@@ -1,6 +1,5 @@
 """`stage show`: the counts and closed forms of a model, or a summary of a trace set."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,8 +8,8 @@ from stage.cli.options import Attention, Batch, Json, Mask, Mtp, Seq, Sizes, Str
 from stage.cli.output import print_json, print_report
 from stage.cli.parse import parse_sizes
 from stage.cli.report import print_model
+from stage.cli.source import is_trace_set, open_source
 from stage.errors import StageError
-from stage.io.store import is_url
 
 __all__ = ["HELP", "show"]
 
@@ -23,12 +22,14 @@ Examples:
   stage show llama3-8b --strategy megatron_sp      closed forms
   stage show mixtral-8x7b --dp 4 --tp 2 --ep 8     the same at these degrees
   stage show traces/
-  stage show traces/ --rank 0"""
+  stage show job.stage --rank 0"""
 
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL|DIR|URL", help="A model, or a folder of traces.", autocompletion=complete_model
+        metavar="MODEL|DIR|URL|BUNDLE",
+        help="A model, a folder of traces, or a bundle.",
+        autocompletion=complete_model,
     ),
 ]
 Rank = Annotated[int | None, typer.Option("--rank", min=0, help="One rank of a trace set, node by node.")]
@@ -73,21 +74,18 @@ def show(
     degrees = {
         axis: n for axis, n in (("dp", dp), ("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep), ("etp", etp)) if n
     }
-    place = target if is_url(target) else Path(target)
-    if _is_trace_set(place):
+    if is_trace_set(target):
         if strategy is not None or batch is not None or seq is not None or given or degrees:
             raise StageError(
-                f"{target}: is a folder of traces; --strategy, --batch, --seq, --set and degrees are for models"
+                f"{target}: is a trace set; --strategy, --batch, --seq, --set and degrees are for models"
             )
         from stage.summary import trace_summary
 
-        report = trace_summary(place, rank=rank)
+        report = trace_summary(open_source(target), rank=rank)
         (print_json if json else print_report)(report)
         return
     if rank is not None:
-        raise StageError(
-            f"{target}: holds no traces, so it has no rank {rank}; --rank is for folders of traces"
-        )
+        raise StageError(f"{target}: holds no traces, so it has no rank {rank}; --rank is for trace sets")
     from stage.summary import model_summary
 
     report = model_summary(
@@ -102,9 +100,3 @@ def show(
         **degrees,
     )
     (print_json if json else print_model)(report)
-
-
-def _is_trace_set(path: str | Path) -> bool:
-    if isinstance(path, str):
-        return True
-    return path.is_dir() and ((path / "manifest.json").exists() or any(path.glob("*.et")))

@@ -7,9 +7,22 @@ from typing import Annotated, Literal
 import typer
 
 import stage
-from stage.cli.options import Attention, Batch, Json, Mask, ModelName, Mtp, Seq, Sizes, StrategyName
+from stage.cli.options import (
+    Attention,
+    Batch,
+    Jobs,
+    Json,
+    Mask,
+    ModelName,
+    Mtp,
+    Resume,
+    Seq,
+    Sizes,
+    StrategyName,
+)
 from stage.cli.output import interruptible, print_json, print_report, progress_bar
 from stage.cli.parse import parse_ranks, parse_sizes, parse_stage_layers, read_placement
+from stage.errors import StageError
 
 __all__ = ["HELP", "synth"]
 
@@ -21,7 +34,8 @@ Examples:
   stage synth config.json --strategy fsdp --gpus 32 --batch 64 --out t/
   stage synth my_model.py --strategy my_strategy.toml \\
       --set d_model=20480,layers=120 --gpus 8 --batch 8 --out t/
-  stage synth mixtral-8x7b --gpus 16 --ep 4 --tp 2 --batch 16 --out t/"""
+  stage synth mixtral-8x7b --gpus 16 --ep 4 --tp 2 --batch 16 --out t/
+  stage synth llama3-8b --gpus 64 --batch 128 --format bundle --out j.stage"""
 
 MESH, STEP, OUTPUT = "Mesh", "Step", "Output"
 
@@ -111,15 +125,13 @@ Ranks = Annotated[
 ]
 Out = Annotated[
     str,
-    typer.Option("--out", metavar="DIR|URL", help="The folder to write, or s3://...", rich_help_panel=OUTPUT),
+    typer.Option("--out", metavar="PATH|URL", help="The folder or bundle to write.", rich_help_panel=OUTPUT),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing folder.", rich_help_panel=OUTPUT)]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with a run that was stopped.", rich_help_panel=OUTPUT)
+Format = Annotated[
+    Literal["directory", "bundle"],
+    typer.Option("--format", help="A file a rank, or one for all of them.", rich_help_panel=OUTPUT),
 ]
-Jobs = Annotated[
-    int, typer.Option("--jobs", min=1, metavar="N", help="Processes that write.", rich_help_panel=OUTPUT)
-]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is there.", rich_help_panel=OUTPUT)]
 Dask = Annotated[
     str | None,
     typer.Option(
@@ -163,6 +175,7 @@ def synth(
     vocab_multiple: VocabMultiple = None,
     steps: Steps = 1,
     ranks: Ranks = None,
+    form: Format = "directory",
     force: Force = False,
     resume: Resume = False,
     jobs: Jobs = 1,
@@ -172,6 +185,10 @@ def synth(
     """Synthesize a trace set, write it, and print what was written."""
     started = time.perf_counter()
     wanted = None if ranks is None else parse_ranks(ranks)
+    if wanted is not None and form == "bundle":
+        raise StageError("--ranks: a bundle holds all ranks; leave it out, and choose them with stage unpack")
+    if form == "bundle" and (resume or jobs > 1 or dask is not None):
+        raise StageError("--format bundle writes one small file: leave out --resume, --jobs and --dask")
     traces = stage.synthesize(
         model,
         strategy,
@@ -206,8 +223,11 @@ def synth(
         placement=None if placement is None else read_placement(placement),
     )
     with interruptible(), progress_bar("writing traces", quiet=json) as progress:
-        summary = traces.write(
-            out, ranks=wanted, force=force, resume=resume, jobs=jobs, dask=dask, progress=progress
-        )
+        if form == "bundle":
+            summary = traces.write_bundle(out, force=force, progress=progress)
+        else:
+            summary = traces.write(
+                out, ranks=wanted, force=force, resume=resume, jobs=jobs, dask=dask, progress=progress
+            )
     report = {"out": out, **summary, "seconds": round(time.perf_counter() - started, 3)}
     (print_json if json else print_report)(report)

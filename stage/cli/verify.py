@@ -9,7 +9,7 @@ from stage.cli.output import print_json, print_table
 
 __all__ = ["HELP", "verify"]
 
-HELP = """Check a folder of Chakra traces, whoever wrote them.
+HELP = """Check a folder of Chakra traces, whoever wrote them, or a bundle.
 
 Proves framing, ids, dependencies, attributes, groups, equal collective sequences, send and receive pairing,
 and that all ranks together run to the end. Exit status: 0 sound, 1 defects, 2 misuse.
@@ -17,16 +17,16 @@ and that all ranks together run to the end. Exit status: 0 sound, 1 defects, 2 m
 \b
 Examples:
   stage verify traces/
-  stage verify traces/ --json"""
+  stage verify job.stage --json"""
 SHOWN = 50
 
 
 def verify(traces: TraceFolder, json: Json = False) -> None:
-    """Verify the traces of a folder and print every defect."""
-    from stage.io.chakra import open_directory
+    """Verify the traces of a folder or a bundle and print every defect."""
     from stage.trace.verify import verify as verify_source
+    from stage.traceset import TraceSet
 
-    report = verify_source(open_directory(traces))
+    report = verify_source(TraceSet.open(traces))
     defects = [
         {"rank": defect.rank, "node": defect.node, "rule": defect.rule, "message": defect.message}
         for defect in report.defects

@@ -4,12 +4,14 @@ import math
 import os
 import shlex
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from stage.cost.system import TOPOLOGIES, System, load_system
 from stage.errors import TraceError
-from stage.io.chakra import DirectorySource, open_directory
+from stage.io.chakra import open_directory
 from stage.io.parts import groups_text
 from stage.io.render import render
 from stage.io.store import writing
@@ -68,28 +70,60 @@ def system_for_export(system: System, world: int, dtype: str = "bf16") -> System
     )
 
 
+class Traces(Protocol):
+    """A trace set that is no folder: a `TraceSet`."""
+
+    @property
+    def world(self) -> int: ...
+    @property
+    def groups(self) -> Mapping[str, Sequence[int]]: ...
+    @property
+    def manifest(self) -> Mapping[str, Any]: ...
+    def write(self, path: Path, /, *, force: bool, progress: Callable[[int, int], None] | None) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFiles:
+    """Files `<path>/<prefix>.<rank>.et` of `available` of `world` ranks; `name` is for messages."""
+
+    name: str | Path
+    path: Path
+    prefix: str
+    world: int
+    available: int
+    groups: Mapping[str, Sequence[int]]
+    dtype: str
+
+
 def export_astra_sim(
-    source_dir: str | Path, out: str | Path, system: str | Path | SystemForExport, *, force: bool = False
+    source: str | Path | Traces,
+    out: str | Path,
+    system: str | Path | SystemForExport,
+    *,
+    force: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write the kit that runs the trace set of a folder into a new folder.
+    """Write the kit that runs a trace set into a new folder.
 
     `system` is one by name, by the path of its file or by value; by name or file its peak is the one of the
-    dtype that the set's manifest names. The traces stay where they are, and the kit refers to them by a relative
-    path. With `force` an existing folder is used, and files of the kit in it are overwritten.
+    dtype that the set's manifest names. The traces of a folder stay where they are, and the kit refers to them by
+    a relative path; those of a `TraceSet`, such as an open bundle, are written into the kit. With `force` an
+    existing folder is used, and files of the kit in it are overwritten.
     """
-    source = open_directory(source_dir)
     folder = Path(out)
+    files = locate(source, folder)
     if not isinstance(system, SystemForExport):
-        dtype = str((source.manifest or {}).get("dtype", "bf16"))
-        system = system_for_export(load_system(system), source.world, dtype)
-    check_kit(source, folder, system, force=force)
-    texts = {name: kit_text(name, source, folder, system) for name in FILES}
-    if source.groups:
-        texts["groups.json"] = groups_text(source.groups)
+        system = system_for_export(load_system(system), files.world, files.dtype)
+    check_kit(files, folder, system, force=force)
+    texts = {name: kit_text(name, files, folder, system) for name in FILES}
+    if files.groups:
+        texts["groups.json"] = groups_text(files.groups)
     made = not folder.exists()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
+            if not isinstance(source, str | Path):
+                source.write(files.path, force=force, progress=progress)
             for name, text in texts.items():
                 (folder / name).write_text(text, encoding="utf-8")
             (folder / "run.sh").chmod(0o755)
@@ -99,20 +133,39 @@ def export_astra_sim(
             raise
 
 
-def check_kit(source: DirectorySource, folder: Path, system: SystemForExport, *, force: bool) -> None:
+def locate(source: str | Path | Traces, folder: Path) -> TraceFiles:
+    """Return where the files of a trace set are, or will be in a kit."""
+    if isinstance(source, str | Path):
+        found = open_directory(source)
+        path, prefix, manifest = found.path, found.prefix, found.manifest or {}
+        return TraceFiles(
+            path,
+            path,
+            prefix,
+            found.world,
+            len(found.ranks),
+            found.groups,
+            str(manifest.get("dtype", "bf16")),
+        )
+    inside = folder / "traces"
+    dtype = str(source.manifest.get("dtype", "bf16"))
+    return TraceFiles("the trace set", inside, "trace", source.world, source.world, source.groups, dtype)
+
+
+def check_kit(source: TraceFiles, folder: Path, system: SystemForExport, *, force: bool) -> None:
     """Raise if the simulator cannot run the set on this system, or the kit cannot go where it is asked to."""
     if source.world < 2:
         raise TraceError(
-            f"{source.path} is a job of one rank, but ASTRA-sim needs two or more: export another"
+            f"{source.name} is a job of one rank, but ASTRA-sim needs two or more: export another"
         )
-    if len(source.ranks) < source.world:
-        have = f"{len(source.ranks)} of {source.world} ranks"
+    if source.available < source.world:
+        have = f"{source.available} of {source.world} ranks"
         raise TraceError(
-            f"{source.path} has the traces of {have}, but ASTRA-sim needs all: write the whole set"
+            f"{source.name} has the traces of {have}, but ASTRA-sim needs all: write the whole set"
         )
     if system.world != source.world:
         raise TraceError(
-            f"system {system.name} connects {system.world} ranks, but {source.path} has {source.world}: "
+            f"system {system.name} connects {system.world} ranks, but {source.name} has {source.world}: "
             "describe a network of that many"
         )
     if folder.exists() and not (force and folder.is_dir()):
@@ -121,7 +174,7 @@ def check_kit(source: DirectorySource, folder: Path, system: SystemForExport, *,
         raise TraceError(f"{folder} is the trace set itself: give another folder for the kit")
 
 
-def kit_text(name: str, source: DirectorySource, folder: Path, system: SystemForExport) -> str:
+def kit_text(name: str, source: TraceFiles, folder: Path, system: SystemForExport) -> str:
     """Return the text of one file of the kit."""
     prefix = os.path.relpath(source.path.resolve(), folder.resolve()) + f"/{source.prefix}"
     return render(

@@ -36,10 +36,11 @@ REPLICABLE = frozenset({"kv_heads"})
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Axes (as atoms of the mesh) of each factor of an op, and those it holds without sharding anything."""
+    """Axes (as atoms of the mesh) of each factor of an op, those it holds invariant, and the names of the table."""
 
     axes: Mapping[str, tuple[str, ...]]
     invariant: frozenset[str]
+    rows: Mapping[str, tuple[str, ...]]
 
     def of(self, factor: Factor) -> tuple[str, ...]:
         if factor is None:
@@ -47,6 +48,12 @@ class Assignment:
         if isinstance(factor, tuple):
             return tuple(atom for part in factor for atom in self.axes.get(part, ()))
         return self.axes.get(factor, ())
+
+    def describe(self, dim: str, mesh: Mesh) -> str:
+        """The axes of a dim as the table names them, where they are whole."""
+        atoms = self.axes[dim]
+        row = [axis for axis in self.rows[dim] if mesh.degree(axis) > 1]
+        return " x ".join(row) if mesh.expand(row) == atoms else mesh.describe(atoms)
 
 
 @lru_cache(maxsize=4096)
@@ -65,7 +72,7 @@ def _assign(
             axes[dim] = free
             used.update(free)
     busy = {sibling for atom in used for sibling in mesh.siblings(atom)}
-    return Assignment(axes, frozenset(atom for atom, _ in mesh.atoms if atom not in busy))
+    return Assignment(axes, frozenset(atom for atom, _ in mesh.atoms if atom not in busy), dict(table))
 
 
 def freeze_table(table: Table) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -79,10 +86,10 @@ def rest_layout(tensor: Tensor, table: Table, mesh: Mesh, sizes: Mapping[str, in
 
 
 def _fit(
-    tensor: Tensor, index: int, atoms: tuple[str, ...], mesh: Mesh, sizes: Mapping[str, int]
+    tensor: Tensor, index: int, factor: Factor, assignment: Assignment, mesh: Mesh, sizes: Mapping[str, int]
 ) -> tuple[str, ...]:
     """The atoms that shard a dim: all of them, or for KV heads the leading ones that divide it."""
-    dim = tensor.dims[index]
+    dim, atoms = tensor.dims[index], assignment.of(factor)
     if not atoms or dim.name in UNORDERED:
         return atoms
     value = evaluate(dim.size, sizes)
@@ -93,8 +100,9 @@ def _fit(
         while value % mesh.degree(atoms):
             atoms = atoms[:-1]
         return atoms
+    text = assignment.describe(factor, mesh) if isinstance(factor, str) else mesh.describe(atoms)
     raise LayoutError(
-        f"{dim.name} = {value} of {tensor.name} does not divide by {mesh.describe(atoms)} = {degree}; "
+        f"{dim.name} = {value} of {tensor.name} does not divide by {text} = {degree}; "
         f"choose a degree that divides it, or another {dim.name}"
     )
 
@@ -102,7 +110,7 @@ def _fit(
 def _operand_layout(
     tensor: Tensor, factors: Sequence[Factor], assignment: Assignment, mesh: Mesh, sizes: Mapping[str, int]
 ) -> Layout:
-    dims = tuple(_fit(tensor, i, assignment.of(f), mesh, sizes) for i, f in enumerate(factors))
+    dims = tuple(_fit(tensor, i, f, assignment, mesh, sizes) for i, f in enumerate(factors))
     return Layout(dims, invariant=assignment.invariant)
 
 
@@ -179,6 +187,15 @@ class _Sharder:
                 tensor, factors.results[i], pending, op.reduction, assignment, self.mesh, self.sizes
             )
         self.nodes.append(Node(node.op, node.name, inputs, node.outputs, node.attrs, node.phase))
+        for name in node.outputs:
+            self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        """Reduce what an op left pending at once, where an op of this block reads it."""
+        if self.layouts[name].pending and name in self.consumers:
+            reader = self.consumers[name][0]
+            wanted = self.wants[reader.name][2][reader.inputs.index(name)]
+            self._move(name, self._resolved(name, wanted))
 
     def _reshard(self, name: str, wanted: Layout) -> str:
         have = self.layouts.setdefault(

@@ -26,6 +26,8 @@ from stage.tensor import Size, Tensor, resolve_dtypes
 
 __all__ = ["block_forms", "closed_forms"]
 
+Entry = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class _Pricing:
@@ -66,22 +68,14 @@ class _Pricing:
 
     def communication(self, graph: Graph) -> list[dict[str, Any]]:
         """The collectives of a graph, those alike in one entry."""
-        found: dict[tuple[str, str, str], dict[str, Any]] = {}
+        found: dict[tuple[str, ...], dict[str, Any]] = {}
         for node in graph.nodes:
             if not is_collective(node.op):
                 continue
             axes, size = " x ".join(self.local.words(node.attrs["step"].axes)), self.sent(graph, node)
-            entry = found.setdefault(
-                (node.op, axes, str(size)),
-                {
-                    "kind": node.op,
-                    "axes": axes,
-                    "count": 0,
-                    "bytes": str(size),
-                    "bytes_value": self.local.value(size),
-                    "nodes": [],
-                },
-            )
+            fresh = {"phase": node.phase, "kind": node.op, "axes": axes, "count": 0, "bytes": str(size)}
+            fresh |= {"bytes_value": self.local.value(size), "nodes": []}
+            entry = found.setdefault((node.phase, node.op, axes, str(size)), fresh)
             entry["count"] += 1
             entry["nodes"].append(node.name)
         return list(found.values())
@@ -138,7 +132,10 @@ def block_forms(
 
 
 def closed_forms(request: Request) -> dict[str, Any]:
-    """The closed forms of each kind of block, of the whole model's parameters, and of a message between stages."""
+    """The closed forms of each kind of block, of the whole model's parameters, and of a message between stages.
+
+    `degrees` are those of the request; `parts` are parts of axes that expressions name (`tp_kv`, `dp_shard`).
+    """
     price = pricing(request)
     blocks, parameters, seen = [], sympy.Integer(0), frozenset[str]()
     for block in dict.fromkeys(request.model.blocks):
@@ -154,6 +151,7 @@ def closed_forms(request: Request) -> dict[str, Any]:
     return {
         "strategy": request.strategy.name,
         "degrees": {axis: degree for axis, degree in request.degrees.items() if degree > 1},
+        "parts": {word: n for word, n in price.local.used().items() if word not in request.degrees},
         "batch": request.sizes["batch"],
         "seq": request.seq,
         "vocab": request.sizes["vocab"],
@@ -168,9 +166,7 @@ def closed_forms(request: Request) -> dict[str, Any]:
     }
 
 
-def _by_phase(
-    blocks: list[dict[str, Any]], entries: Callable[[dict[str, Any]], list[dict[str, Any]]]
-) -> list[dict[str, Any]]:
+def _by_phase(blocks: list[Entry], entries: Callable[[Entry], list[Entry]]) -> list[Entry]:
     """What every block has in both phases, one after another."""
     return [
         {

@@ -20,7 +20,9 @@ from stage.trace.parameters import Parameter, Sharding, unit_parameters
 
 __all__ = ["data_parallel", "stored_parameters"]
 
-Group = tuple[bool, tuple[str, ...]]
+Axes = tuple[str, ...]
+Members = list[tuple[Parameter, Size]]
+"""Parameters, each with the expression of the elements that one device computes with."""
 
 
 def sharding(request: Request) -> Sharding:
@@ -46,13 +48,10 @@ def _is_whole(p: Parameter, shards: Sharding) -> bool:
     return shards.zero < 3 or not shards.split(p.data)[0]
 
 
-def _elements(
-    request: Request, graph: Graph, local: Local, skip: frozenset[str]
-) -> list[tuple[Parameter, Size]]:
+def _elements(request: Request, graph: Graph, local: Local, skip: frozenset[str]) -> Members:
     """Each parameter of a block with the expression of the elements that one device computes with."""
-    concrete = Concrete(
-        symbol_values(request), request.mesh, {"compute": request.dtype, "gradient": request.grad_dtype}
-    )
+    dtypes = {"compute": request.dtype, "gradient": request.grad_dtype}
+    concrete = Concrete(symbol_values(request), request.mesh, dtypes)
     numbers = {p.name: p for p in unit_parameters(graph, concrete)}
     return [
         (numbers[t.name], local.tensor(t, graph.layouts[t.name]).elements)
@@ -87,17 +86,15 @@ def data_parallel(
     return entries + _replicated(request, own, local)
 
 
-def _by_axes(members: list[tuple[Parameter, Size]]) -> list[tuple[Group, list[tuple[Parameter, Size]]]]:
+def _by_axes(members: Members) -> list[tuple[tuple[bool, Axes], Members]]:
     """Parameters whose gradients are reduced over the same axes."""
-    groups: dict[Group, list[tuple[Parameter, Size]]] = {}
+    groups: dict[tuple[bool, Axes], Members] = {}
     for p, size in members:
         groups.setdefault((p.expert, p.data), []).append((p, size))
     return sorted(groups.items(), key=lambda item: item[0])
 
 
-def _gathers(
-    request: Request, block: Block, members: list[tuple[Parameter, Size]], local: Local
-) -> list[dict[str, Any]]:
+def _gathers(request: Request, block: Block, members: Members, local: Local) -> list[dict[str, Any]]:
     """The all-gathers of FSDP before a block's forward and, but for the head, before its backward."""
     shards, width, keep = (
         sharding(request),
@@ -121,11 +118,7 @@ def _gathers(
 
 
 def _reductions(
-    request: Request,
-    local: Local,
-    prefix: str,
-    axes: tuple[tuple[str, ...], tuple[str, ...]],
-    group: list[tuple[Parameter, Size]],
+    request: Request, local: Local, prefix: str, axes: tuple[Axes, Axes], group: Members
 ) -> list[dict[str, Any]]:
     """The reduction of gradients over these axes, and the gather of parameters that a sharded optimizer updated."""
     (inner, outer), zero, shards = axes, request.strategy.zero, sharding(request)
@@ -148,12 +141,10 @@ def _reductions(
     return found
 
 
-def _replicated(
-    request: Request, members: list[tuple[Parameter, Size]], local: Local
-) -> list[dict[str, Any]]:
+def _replicated(request: Request, members: Members, local: Local) -> list[dict[str, Any]]:
     """Sums of the gradients of parameters that several devices of one model replica hold alike."""
     shards, width = sharding(request), dtype_bytes(request.grad_dtype)
-    sums: dict[tuple[str, ...], Size] = {}
+    sums: dict[Axes, Size] = {}
     for p, size in members:
         if p.model:
             held = size if _is_whole(p, shards) else _shard(p, size, request, shards, local)
@@ -165,7 +156,7 @@ def _replicated(
 
 
 def _entry(
-    tensor: str, kind: str, axes: tuple[str, ...], count: int, per: str, size: Size, local: Local
+    tensor: str, kind: str, axes: Axes, count: int, per: str, size: Size, local: Local
 ) -> dict[str, Any]:
     return {
         "tensors": tensor,

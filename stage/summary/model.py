@@ -63,7 +63,7 @@ def model_summary(
 
 def _counts(model: Model, batch: int, seq: int) -> dict[str, Any]:
     """Parameters and FLOPs of the model and of one block of each kind."""
-    blocks = []
+    blocks, total = [], {"forward": 0, "backward": 0}
     for block, count in Counter(model.blocks).items():
         flops = count_block_flops(model, block, batch, seq)
         own = count_block_parameters(model, block)
@@ -76,10 +76,8 @@ def _counts(model: Model, batch: int, seq: int) -> dict[str, Any]:
                 "backward_flops": flops.backward,
             }
         )
-    total = {
-        phase: sum(block["count"] * block[f"{phase}_flops"] for block in blocks)
-        for phase in ("forward", "backward")
-    }
+        total["forward"] += count * flops.forward
+        total["backward"] += count * flops.backward
     return {
         "parameters": count_parameters(model),
         "flops": total,
@@ -111,7 +109,7 @@ def _example(strategy: Strategy, model: Model) -> dict[str, int]:
     Experts are spread over all of cp and tp and half of dp, so that `ep` and `edp` are neither of them dense axes.
     """
     used = {axis for _, axes in strategy.shard for axis in axes}
-    degrees = {axis: 2 for axis in ("cp", "tp") if axis in used and axis in strategy.mesh}
+    degrees: dict[str, int] = {axis: 2 for axis in ("cp", "tp") if axis in used and axis in strategy.mesh}
     degrees["dp"] = 4 if "ep" in used or strategy.dp_shard is not None else 2
     if strategy.dp_shard is not None:
         degrees["dp_shard"] = 2

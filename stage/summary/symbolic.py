@@ -49,6 +49,11 @@ class Local:
             )
         return self._degrees[atoms]
 
+    def used(self) -> dict[str, int]:
+        """The axes and parts of axes that expressions have named so far, with their degrees."""
+        words = sorted({word for atoms in self._degrees for word in self.words(atoms)} - {"edp"})
+        return {word: self.mesh.degree(word) for word in words}
+
     def _symbol(self, word: str) -> Size:
         if word != "edp":
             return size(word)

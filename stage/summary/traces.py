@@ -23,23 +23,37 @@ NUMBERS = re.compile(r"(?<=[a-z])[0-9]+(?=\.)|/(mb|step)[0-9]+")
 """What tells the instances of one node of a program apart: its layer, its micro-batch, its step."""
 
 INPUTS = (
-    "model", "strategy", "mesh", "batch", "micro_batch", "micro_batches", "seq", "steps", "schedule", "recompute", "zero",
-    "stage_layers", "dtype", "grad_dtype",
-)  # fmt: skip
+    *("model", "strategy", "mesh", "batch", "micro_batch", "micro_batches", "seq", "steps"),
+    *("schedule", "recompute", "zero", "stage_layers", "dtype", "grad_dtype"),
+)
 
 
 class Source(Protocol):
     """A trace set in memory or in a folder."""
 
     @property
-    def world(self) -> int: ...
+    def world(self) -> int:
+        """Ranks of the job."""
+        ...
+
     @property
-    def ranks(self) -> Sequence[int]: ...
+    def ranks(self) -> Sequence[int]:
+        """Those whose traces are there."""
+        ...
+
     @property
-    def groups(self) -> Mapping[str, Sequence[int]]: ...
+    def groups(self) -> Mapping[str, Sequence[int]]:
+        """Process groups by name."""
+        ...
+
     @property
-    def manifest(self) -> Mapping[str, Any] | None: ...
-    def nodes(self, rank: int, /) -> Iterable[TraceNode]: ...
+    def manifest(self) -> Mapping[str, Any] | None:
+        """What the producer says of the set."""
+        ...
+
+    def nodes(self, rank: int, /) -> Iterable[TraceNode]:
+        """The nodes of a rank in the order of its file."""
+        ...
 
 
 @dataclass(slots=True)

@@ -1,8 +1,9 @@
 """Gradient buckets: which parameters are reduced together, and when they are complete.
 
 As in Megatron-LM parameters are taken in reverse order of their declaration and a bucket is closed once it has its
-size; experts have buckets of their own, and so has a table that two stages share where gradients are scattered. With a sharded optimizer a parameter starts at a multiple of 64 elements and a
-bucket is padded to a multiple of lcm(shards, 128).
+size; experts have buckets of their own, and so has a table that two stages share where gradients are scattered. With a
+sharded optimizer a parameter starts at a multiple of 64 elements and a bucket is padded to a multiple of
+lcm(shards, 128).
 """
 
 from collections.abc import Collection, Sequence

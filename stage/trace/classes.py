@@ -4,6 +4,7 @@ A rank's trace is its class's image with the names of the rank's own groups and 
 these are is a formula of the rank's place on the mesh, so any rank is made alone.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
@@ -27,7 +28,8 @@ class RankClasses:
     """The classes of a job: pipeline stages, `count` of them, whose images `image` makes.
 
     `axes` are all sets of axes that communicate. `placement[position]` is the rank at a position of the mesh, None
-    where they are the same. An image is made once and kept.
+    where they are the same. An image is made once and kept; with `keep`, those used last are, up to so many bytes.
+    `digests` are the length and the SHA-256 of each image, where they are known already.
     """
 
     def __init__(
@@ -37,8 +39,12 @@ class RankClasses:
         count: int,
         image: Callable[[int], ClassImage],
         placement: NDArray[np.int64] | None = None,
+        *,
+        keep: int | None = None,
+        digests: Sequence[tuple[int, str]] = (),
     ) -> None:
         self.mesh, self.count, self.placement = mesh, count, placement
+        self._keep, self._digests = keep, dict(enumerate(digests))
         self.groups = GroupTable(mesh, axes, placement)
         self._make = image
         self._images: dict[int, ClassImage] = {}
@@ -65,9 +71,28 @@ class RankClasses:
 
     def image(self, number: int) -> ClassImage:
         """The bytes shared by the ranks of a class."""
-        if number not in self._images:
-            self._images[number] = self._make(number)
-        return self._images[number]
+        image = self._images.pop(number, None)
+        if image is None:
+            image = self._make(number)
+        self._images[number] = image
+        if self._keep is not None:
+            self._forget(self._keep)
+        return image
+
+    def _forget(self, keep: int) -> None:
+        """Drop the images that were not used for longest, but never the last one."""
+        total = sum(image.memory for image in self._images.values())
+        while total > keep and len(self._images) > 1:
+            number = next(iter(self._images))
+            total -= self._images.pop(number).memory
+            self._stamps.pop(number, None)
+
+    def digest(self, number: int) -> tuple[int, str]:
+        """The length of a class's image and its SHA-256."""
+        if number not in self._digests:
+            data = self.image(number).data
+            self._digests[number] = len(data), hashlib.sha256(data.data).hexdigest()
+        return self._digests[number]
 
     def rank(self, rank: int) -> Bytes:
         """The bytes of a rank's trace."""
@@ -89,8 +114,9 @@ class RankClasses:
                     yield stamp.print(own)
 
     def _stamp(self, number: int) -> Stamp:
+        image = self.image(number)  # asked for first, so that it counts as used and stays
         if number not in self._stamps:
-            self._stamps[number] = Stamp(self.image(number), self.groups, self._neighbours)
+            self._stamps[number] = Stamp(image, self.groups, self._neighbours)
         return self._stamps[number]
 
     def _neighbours(self, positions: Ints, distance: int) -> Ints:

@@ -42,6 +42,11 @@ class ClassImage:
     groups: dict[tuple[str, ...], Ints]
     peers: dict[int, Ints]
 
+    @property
+    def memory(self) -> int:
+        """The bytes that it takes in memory."""
+        return self.data.nbytes + sum(a.nbytes for a in (*self.groups.values(), *self.peers.values()))
+
 
 def _pattern(instance: Instance, forward_nodes: int) -> Pattern:
     """How the ports of an instance are connected, so that no dependency is written twice."""

@@ -24,7 +24,9 @@ def parameter_groups(
     found = []
     for (expert, data), group in sorted(groups.items(), key=lambda item: item[0]):
         shard, replicate = step.sharding.split(data)
-        found.append(("_expert" if expert else "", shard, replicate, group))
+        alone = sum(other == expert for other, _ in groups) == 1
+        suffix = ("_expert" if expert else "") + ("" if alone else f"_{'_'.join(data)}")
+        found.append((suffix, shard, replicate, group))
     return found
 
 

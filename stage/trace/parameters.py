@@ -22,8 +22,8 @@ class Parameter:
     """One parameter on one device: `elements` after sharding for compute, of which `rows` x `columns`.
 
     `data` are the axes of its data-parallel reduction, `model` those of the other one; `expert` says which buffer it
-    belongs to, `fused` names the operation whose weights are stored as one. Weights of experts are stored apart, so they
-    are in `parts`.
+    belongs to, `fused` names the operation whose weights are stored as one. Weights of experts are stored apart,
+    so they are in `parts`.
     """
 
     name: str
