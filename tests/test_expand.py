@@ -109,8 +109,9 @@ def dependencies(node: TemplateNode, instance: Instance) -> Iterator[int]:
 
 def name(node: TemplateNode, instance: Instance, style: NameStyle) -> str:
     template, numbers = instance.template, instance.numbers
-    layer = f"{numbers['layer']:0{style.layer}}" if "layer" in template.numbers else ""
-    text = f"{template.block}{layer}.{node.name}/{node.phase}"
+    digits = {"layer": style.layer, "bucket": template.digits}
+    which = "".join(f"{numbers[key]:0{n}}" for key, n in digits.items() if key in template.numbers)
+    text = f"{template.block}{which}.{node.name}/{node.phase}"
     if "micro_batch" in template.numbers:
         text += f"/mb{numbers['micro_batch']:0{style.micro_batch}}"
     return text + (f"/step{numbers['step']:0{style.step}}" if style.step else "")
@@ -142,7 +143,7 @@ def attributes(
     texts["part"] = instance.template.part
     texts["pipeline_phase"] = PIPELINE_PHASES[instance.numbers["pipeline_phase"]]
     yield from ((key, Attribute("string_val", text)) for key, text in texts.items() if text)
-    for key in instance.template.numbers:
+    for key in set(instance.template.numbers) - {"bucket"}:
         yield key, Attribute("int32_val", instance.numbers[key])
     if style.step:
         yield "step", Attribute("int32_val", instance.numbers["step"])

@@ -16,7 +16,17 @@ __all__ = ["COLUMNS", "NONE", "PIPELINE_PHASES", "PORTS", "Assembly", "Program"]
 
 Ints = NDArray[np.int64]
 
-COLUMNS: Final = ("base", *EARLIER, "layer", "micro_batch", "step", "tag", "chunk", "pipeline_phase")
+COLUMNS: Final = (
+    "base",
+    *EARLIER,
+    "layer",
+    "micro_batch",
+    "step",
+    "tag",
+    "chunk",
+    "pipeline_phase",
+    "bucket",
+)
 """Columns of instances: their first id, those of earlier ones, and the numbers they are named by or marked with."""
 
 PORTS: Final = len(COLUMNS)
@@ -81,13 +91,14 @@ class Assembly:
         micro_batch: int = -1,
         earlier: tuple[int, ...] = NONE,
         tag: int = 0,
+        bucket: int = -1,
         **ports: int,
     ) -> int:
         """Add an instance after all others and return its first id; ports that are streams connect by themselves."""
         placing = self._placing.get(id(template)) or self._learn(template)
         last, base = self._last, self.nodes
         connected = [ports[p] if p in ports else last.get(p, -1) for p in placing.ports]
-        numbers = (layer, micro_batch, self.step, tag, self.chunk, self.pipeline_phase)
+        numbers = (layer, micro_batch, self.step, tag, self.chunk, self.pipeline_phase, bucket)
         placing.rows.append((base, *earlier, *numbers, *connected))
         for stream, offset in placing.lasts:
             last[stream] = base + offset

@@ -70,8 +70,8 @@ class Template:
 
     `block` and `phase` name it; `output` is what makes the tensor it hands on (its activation, or its cotangent).
     `gradients` maps parameters to the index of the node after which their gradient is complete. `numbers` are those
-    an instance is named by (`layer`, `micro_batch`) or marked with (`chunk`). `part` says which part of a split
-    backward it is: `input` or `weight`.
+    an instance is named by (`layer`, `micro_batch`, or `bucket`, which then has so many `digits`) or marked with
+    (`chunk`). `part` says which part of a split backward it is: `input` or `weight`.
     """
 
     block: str
@@ -81,6 +81,7 @@ class Template:
     gradients: Mapping[str, int] = field(default_factory=dict)
     numbers: tuple[str, ...] = ("layer", "micro_batch")
     part: str = ""
+    digits: int = 0
 
     def lasts(self) -> dict[str, int]:
         """The index of the last node on each of its streams."""
