@@ -103,9 +103,8 @@ def job(request: Request) -> Job:
 
 def _lowered(request: Request, block: Block, concrete: Concrete) -> _Kind:
     both = sharded_block(request, block)
-    numbers = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
-    if request.pipeline.chunks > 1:
-        numbers = (*numbers, "chunk")
+    own = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
+    numbers = (*own, *request.pipeline.marks)
     split = get_schedule(request.strategy.schedule).splits
     templates = lower(both, concrete, gathered=_gathered(request), numbers=numbers, split=split)
     return _Kind(templates, tuple(unit_parameters(both.forward, concrete)))

@@ -141,9 +141,10 @@ def attributes(
         yield "comm_tag", Attribute("int32_val", instance.numbers["tag"])
     texts = {"op": node.op, "phase": node.phase, "dtype": node.dtype, "shapes": node.shapes}
     texts["part"] = instance.template.part
-    texts["pipeline_phase"] = PIPELINE_PHASES[instance.numbers["pipeline_phase"]]
+    if "pipeline_phase" in instance.template.numbers:
+        texts["pipeline_phase"] = PIPELINE_PHASES[instance.numbers["pipeline_phase"]]
     yield from ((key, Attribute("string_val", text)) for key, text in texts.items() if text)
-    for key in set(instance.template.numbers) - {"bucket"}:
+    for key in set(instance.template.numbers) - {"bucket", "pipeline_phase"}:
         yield key, Attribute("int32_val", instance.numbers[key])
     if style.step:
         yield "step", Attribute("int32_val", instance.numbers["step"])

@@ -199,19 +199,19 @@ def test_how_many_activations_are_kept(p: int) -> None:
         (
             "1f1b",
             {"chunks": 2},
-            "vpp is 2, but schedule 1f1b needs vpp = 1; "
+            "vpp = 2, but schedule 1f1b needs vpp = 1; "
             "set --vpp 1, or --schedule to one of interleaved, looped-bfs, zb-h1, zb-v, dualpipe-v",
         ),
         (
             "interleaved",
             {"chunks": 1},
-            "vpp is 1, but schedule interleaved needs vpp of at least 2; "
+            "vpp = 1, but schedule interleaved needs vpp of at least 2; "
             "set --vpp 2, or --schedule to one of 1f1b, gpipe, looped-bfs, zb-h1",
         ),
         (
             "zb-v",
             {"chunks": 3},
-            "vpp is 3, but schedule zb-v needs vpp = 2; "
+            "vpp = 3, but schedule zb-v needs vpp = 2; "
             "set --vpp 2, or --schedule to one of interleaved, looped-bfs, zb-h1",
         ),
         (

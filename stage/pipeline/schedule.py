@@ -63,6 +63,11 @@ class Pipeline:
         """Virtual stages of all ranks."""
         return self.ranks * self.chunks
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What nodes of a micro-batch are marked with besides it."""
+        return ("chunk",) * (self.chunks > 1) + ("pipeline_phase",) * (self.ranks > 1)
+
     def stage(self, rank: int, chunk: int) -> int:
         """The virtual stage that is a rank's chunk."""
         backwards = self.v_shaped and chunk % 2

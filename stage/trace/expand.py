@@ -13,6 +13,7 @@ from stage.trace.image import (
     CHUNK_WIDTH,
     LAYER_WIDTH,
     MICRO_BATCH_WIDTH,
+    PHASE_WIDTH,
     SOURCES,
     STEP_WIDTH,
     TAG_WIDTH,
@@ -26,6 +27,7 @@ from stage.trace.image import (
 )
 from stage.trace.program import COLUMNS, PIPELINE_PHASES, PORTS, Program
 from stage.trace.scatter import Scatter, digit_words, varint_words
+from stage.trace.wire import varint
 
 __all__ = ["ClassImage", "Encoded", "expand"]
 
@@ -37,12 +39,12 @@ FIELD_WIDTHS = {
     "tag": TAG_WIDTH,
 }
 BASE, PHASE = COLUMNS.index("base"), COLUMNS.index("pipeline_phase")
-SHARED = [COLUMNS.index(name) for name in ("micro_batch", "chunk", "step", "tag")]
+SHARED = [COLUMNS.index(name) for name in ("micro_batch", "chunk", "step", "tag", "pipeline_phase")]
 IN_SOURCE = 1 << 32
 """A port in an earlier instance is the number of the node and this for each place in `SOURCES`; others are below it."""
 
-Encoded = dict[tuple[int, str, Pattern], Image]
-"""Images by the identity of their template, the phase of the pipeline, and how their ports are connected."""
+Encoded = dict[tuple[int, Pattern], Image]
+"""Images by the identity of their template and by how its ports are connected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +94,12 @@ def _alike(columns: Ints) -> Ints:
     return found
 
 
-def _variants(rows: Ints, connections: Ints) -> Iterator[tuple[str, Pattern, Ints]]:
-    """Instances that share an image: those of one phase whose ports are connected alike, and how they are."""
-    alike = _alike(np.column_stack([rows[:, PHASE], connections]))
+def _variants(connections: Ints) -> Iterator[tuple[Pattern, Ints]]:
+    """Instances that share an image, those whose ports are connected alike, and how they are."""
+    alike = _alike(connections)
     order = np.argsort(alike, kind="stable")
     for members in np.split(order, np.cumsum(np.bincount(alike))[:-1]):
-        phase = PIPELINE_PHASES[rows[members[0], PHASE]]
-        yield phase, tuple(map(_pattern, connections[members[0]].tolist())), members
+        yield tuple(map(_pattern, connections[members[0]].tolist())), members
 
 
 def _pattern(connection: int) -> tuple[int, int] | None:
@@ -144,10 +145,10 @@ def _parts(
     order = np.argsort(starts)
     for template, rows in zip(program.templates, program.instances, strict=True):
         connections = _connections(rows, starts[order], nodes[order])
-        for phase, pattern, members in _variants(rows, connections):
-            key = (id(template), phase, pattern)
+        for pattern, members in _variants(connections):
+            key = (id(template), pattern)
             if key not in encoded:
-                encoded[key] = encode_template(template, pattern, phase, style, widths)
+                encoded[key] = encode_template(template, pattern, style, widths)
             yield encoded[key], rows[members]
 
 
@@ -171,7 +172,9 @@ def _fill(scatter: Scatter, at: Ints, image: Image, rows: Ints) -> None:
     firsts = rows[np.unique(shared, return_index=True)[1]]
     images = np.tile(image.data, (len(firsts), 1))
     places = np.arange(len(firsts)) * length
-    _put_numbers(Scatter(images.reshape(-1)), places, image, firsts, [COLUMNS[k] for k in SHARED])
+    once = Scatter(images.reshape(-1))
+    _put_numbers(once, places, image, firsts, [COLUMNS[k] for k in SHARED if k != PHASE])
+    _put_phases(once, places, image, firsts)
     copies = list(images)
     for start, number in zip(at.tolist(), shared.tolist(), strict=True):
         data[start : start + length] = copies[number]
@@ -191,3 +194,17 @@ def _put_numbers(scatter: Scatter, at: Ints, image: Image, rows: Ints, names: Se
         if name in image.digits:
             count = image.counts[name]
             scatter.put(at, image.digits[name], digit_words(numbers, count), count)
+
+
+def _put_phases(scatter: Scatter, at: Ints, image: Image, rows: Ints) -> None:
+    """Put the phase of the pipeline into the attributes of instances, whose length is then that of all phases."""
+    positions = image.fields.get("pipeline_phase")
+    if positions is None:
+        return
+    texts = [text.encode() for text in PIPELINE_PHASES[1:]]
+    padded = [varint(len(text), PHASE_WIDTH - len(text)) + text for text in texts]
+    table = np.frombuffer(b"".join(padded), np.uint8).reshape(-1, PHASE_WIDTH)
+    phases = rows[:, PHASE] - 1
+    assert phases.min() >= 0, "what has a phase is placed in one"
+    for k in range(PHASE_WIDTH):
+        scatter.put(at, positions + k, table[phases, k : k + 1].astype(np.uint64), 1)

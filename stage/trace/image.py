@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stage.trace.node import CommType, NodeType
+from stage.trace.program import PIPELINE_PHASES
 from stage.trace.template import EARLIER, Ref, Template, TemplateNode
 from stage.trace.wire import attribute as encode_attribute
 from stage.trace.wire import varint
@@ -38,6 +39,8 @@ LAYER_WIDTH = 2
 MICRO_BATCH_WIDTH = 3
 CHUNK_WIDTH = 1
 STEP_WIDTH = 2
+PHASE_WIDTH = 9
+"""Bytes of a phase of the pipeline with its length before it, padded where the phase is shorter than others."""
 
 SOURCES = ("self", *EARLIER)
 """What an id is counted from: the base of the instance itself or of an earlier one; ports come after these."""
@@ -65,9 +68,10 @@ class Image:
     """An encoded template and where it is patched.
 
     `ids` has a row (position, source, offset) for each id and dependency; a source is a place in `SOURCES`, or after
-    these a port. `fields` maps `layer micro_batch chunk step tag` to positions of varints, and `digits` those that are
-    in names and `bucket` to positions of text, of as many digits as `counts` has. `groups` maps axes to the positions
-    of their names, `peers` a distance in stages (0 is the rank itself) to positions of ranks.
+    these a port. `fields` maps `layer micro_batch chunk step tag` to positions of varints, `pipeline_phase` to those of
+    a text and its length, and `digits` numbers of names to positions of text, of as many digits as `counts` has.
+    `groups` maps axes to the positions of their names, `peers` a distance in stages (0 is the rank itself) to positions
+    of ranks.
     """
 
     data: Bytes
@@ -83,8 +87,8 @@ class Image:
 class _Encoder:
     """One template on its way to an image."""
 
-    def __init__(self, template: Template, pipeline_phase: str, style: NameStyle, widths: Widths) -> None:
-        self.template, self.pipeline_phase, self.style, self.widths = template, pipeline_phase, style, widths
+    def __init__(self, template: Template, style: NameStyle, widths: Widths) -> None:
+        self.template, self.style, self.widths = template, style, widths
         self.out = bytearray()
         self.ids: list[tuple[int, int, int]] = []
         self.fields: dict[str, list[int]] = {}
@@ -182,8 +186,11 @@ class _Encoder:
             found.append(
                 (attribute("comm_tag", "int32_val", 0, width=TAG_WIDTH), ("field", "tag", TAG_WIDTH))
             )
-        texts = (*_texts(node), ("part", self.template.part), ("pipeline_phase", self.pipeline_phase))
+        texts = (*_texts(node), ("part", self.template.part))
         found += [(attribute(k, "string_val", v), None) for k, v in texts if v]
+        if "pipeline_phase" in self._numbers():
+            phase = attribute("pipeline_phase", "string_val", PIPELINE_PHASES[-1], width=PHASE_WIDTH)
+            found.append((phase, ("field", "pipeline_phase", PHASE_WIDTH)))
         widths = {"layer": LAYER_WIDTH, "micro_batch": MICRO_BATCH_WIDTH, "chunk": CHUNK_WIDTH}
         for key in (number for number in self._numbers() if number in widths):
             found.append((attribute(key, "int32_val", 0, width=widths[key]), ("field", key, widths[key])))
@@ -234,15 +241,13 @@ def _source(ref: Ref) -> tuple[int, int]:
     return (SOURCES.index(ref.kind), int(ref.target))
 
 
-def encode_template(
-    template: Template, pattern: Pattern, pipeline_phase: str, style: NameStyle, widths: Widths
-) -> Image:
-    """The image of a template whose ports are connected as `pattern` says, in a phase of the pipeline.
+def encode_template(template: Template, pattern: Pattern, style: NameStyle, widths: Widths) -> Image:
+    """The image of a template whose ports are connected as `pattern` says.
 
     An entry of the pattern is None for a port that is connected to nothing, else (source, offset): the id of the port
     itself, or where the port is node j of an earlier instance, that source and j.
     """
-    encoder = _Encoder(template, pipeline_phase, style, widths)
+    encoder = _Encoder(template, style, widths)
     for i, (node, deps) in enumerate(zip(template.nodes, resolve_deps(template, pattern), strict=True)):
         encoder.node(i, node, deps)
     return encoder.image()

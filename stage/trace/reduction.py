@@ -43,4 +43,5 @@ def reduction_template(index: int, bucket: Bucket, step: StepPlan, phase: str) -
         elements = bucket.owned(step.mesh)
         nodes.append(step.collective("all_reduce", "all_reduce", elements, bucket.replicate, after, phase))
     numbers = ("bucket", "micro_batch") if step.per_micro_batch else ("bucket",)
-    return Template(_kind(bucket), phase, chain(nodes), numbers=numbers, digits=_digits(index))
+    marks = step.pipeline.marks if phase == "backward" else ()
+    return Template(_kind(bucket), phase, chain(nodes), numbers=(*numbers, *marks), digits=_digits(index))

@@ -7,8 +7,9 @@ send.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
-from stage.pipeline.schedule import Action, Phases
+from stage.pipeline.schedule import Action, Phases, Pipeline
 from stage.pipeline.schedules import order
 from stage.trace.data_parallel import DataParallel
 from stage.trace.plan import StagePlan, StepPlan
@@ -39,7 +40,6 @@ class _Rank:
         self.data = DataParallel(plan, step, self.assembly)
         self.runs: dict[tuple[int, int], _Run] = {}
         self.handed: dict[tuple[int, int, int], int] = {}
-        self.messages: dict[tuple[str, int, int], Template] = {}
 
     def program(self) -> Program:
         run = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
@@ -47,7 +47,7 @@ class _Rank:
         for step in range(self.step.steps):
             self.assembly.step = step
             for phase, action in _with_phases(phases):
-                self.assembly.pipeline_phase = phase if self.pipeline.ranks > 1 else 0
+                self.assembly.pipeline_phase = phase
                 self.assembly.chunk = action.chunk
                 run[action.kind](action)
             self.assembly.pipeline_phase, self.assembly.chunk = 0, 0
@@ -131,11 +131,10 @@ class _Rank:
         if peer == self.plan.rank:
             key = (boundary, direction, micro_batch)
             return self.handed.pop(key) if kind == "recv" else self.handed.setdefault(key, source)
-        distance, which = peer - self.plan.rank, (kind, chunk, direction)
-        if which not in self.messages:
-            self.messages[which] = _message(kind, distance, direction, chunk, self.step)
-        tag = self._tag(boundary, direction, micro_batch)
-        template = self.messages[which]
+        distance, tag = peer - self.plan.rank, self._tag(boundary, direction, micro_batch)
+        template = _message(
+            kind, distance, direction, chunk, self.pipeline, self.step.message, self.step.dtype
+        )
         return self.assembly.place(template, micro_batch=micro_batch, tag=tag, data=source)
 
     def _tag(self, boundary: int, direction: int, micro_batch: int) -> int:
@@ -161,18 +160,19 @@ def _output(template: Template, base: int, given: int, forward: int = -1) -> int
     return (base if ref.kind == "self" else forward) + int(ref.target)
 
 
-def _message(kind: str, distance: int, direction: int, chunk: int, step: StepPlan) -> Template:
+@lru_cache(maxsize=256)  # ranks of other stages send alike, and what is one template is encoded once
+def _message(
+    kind: str, distance: int, direction: int, chunk: int, pipeline: Pipeline, size: int, dtype: str
+) -> Template:
     """A send or receive of an activation or its cotangent, to or from the rank `distance` further."""
-    several = step.pipeline.chunks > 1
     deps = (Ref("port", "data"),) if kind == "send" else ()
     name = f"{kind}_{'forward' if direction == FORWARD else 'backward'}"
     channel = f"{name}.{chunk}" if kind == "recv" else ""
     node = TemplateNode(
-        name, kind, kind, step.message, peer=distance, channel=channel, deps=deps, dtype=step.dtype,
-        phase="pipeline",
-    )  # fmt: skip
-    numbers = ("micro_batch", "chunk") if several else ("micro_batch",)
-    return Template(f"chunk{chunk}" if several else "pipeline", "pipeline", chain([node]), numbers=numbers)
+        name, kind, kind, size, peer=distance, channel=channel, deps=deps, dtype=dtype, phase="pipeline"
+    )
+    block = f"chunk{chunk}" if pipeline.chunks > 1 else "pipeline"
+    return Template(block, "pipeline", chain([node]), numbers=("micro_batch", *pipeline.marks))
 
 
 def stage_program(plan: StagePlan, step: StepPlan) -> Program:

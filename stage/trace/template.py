@@ -71,7 +71,7 @@ class Template:
     `block` and `phase` name it; `output` is what makes the tensor it hands on (its activation, or its cotangent).
     `gradients` maps parameters to the index of the node after which their gradient is complete. `numbers` are those
     an instance is named by (`layer`, `micro_batch`, or `bucket`, which then has so many `digits`) or marked with
-    (`chunk`). `part` says which part of a split backward it is: `input` or `weight`.
+    (`chunk`, `pipeline_phase`). `part` says which part of a split backward it is: `input` or `weight`.
     """
 
     block: str

@@ -34,7 +34,7 @@ def plan_pipeline(name: str, ranks: int, micro_batches: int, chunks: int | None 
     Pipeline(ranks=4, micro_batches=8, chunks=2, v_shaped=True)
     >>> plan_pipeline("1f1b", ranks=4, micro_batches=8, chunks=2)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    stage.errors.StrategyError: vpp is 2, but schedule 1f1b needs vpp = 1; set --vpp 1, or --schedule to ...
+    stage.errors.StrategyError: vpp = 2, but schedule 1f1b needs vpp = 1; set --vpp 1, or --schedule to ...
     """
     schedule = get_schedule(name)
     least, most = schedule.chunks
@@ -43,7 +43,7 @@ def plan_pipeline(name: str, ranks: int, micro_batches: int, chunks: int | None 
         wanted = f"vpp = {least}" if most == least else f"vpp of at least {least}"
         others = ", ".join(other.name for other in SCHEDULES.values() if other.allows(chunks))
         raise StrategyError(
-            f"vpp is {chunks}, but schedule {name} needs {wanted}; set --vpp {least}, or --schedule to one of {others}"
+            f"vpp = {chunks}, but schedule {name} needs {wanted}; set --vpp {least}, or --schedule to one of {others}"
         )
     pipeline = Pipeline(ranks, micro_batches, chunks, schedule.v_shaped)
     refusal = schedule.refuses(pipeline)
