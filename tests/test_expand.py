@@ -1,6 +1,7 @@
 """Byte images: a rank's bytes decode to exactly the nodes that its program means, encoded one by one."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from stage.synthesis import job as make_job
 from stage.trace.image import COLLECTIVE_TYPES, NameStyle
 from stage.trace.node import Attribute, NodeType, TraceNode
-from stage.trace.program import Instance
+from stage.trace.program import COLUMNS, PORTS, Program
 from stage.trace.template import Ref, Template, TemplateNode
 from stage.trace.wire import encode_metadata, encode_node, frame, read_trace
 from stage.traceset import Job, TraceSet
@@ -25,13 +26,38 @@ JOBS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+@dataclass(frozen=True)
+class Instance:
+    """One instance of a template, as the columns of a program have it."""
+
+    template: Template
+    base: int
+    forward: int
+    layer: int
+    micro_batch: int
+    step: int
+    tag: int
+    ports: tuple[int, ...]
+
+
+def instances(program: Program) -> list[Instance]:
+    """All instances of a program in the order they run."""
+    assert COLUMNS == ("base", "forward", "layer", "micro_batch", "step", "tag")
+    found = [
+        Instance(template, *row[:PORTS], ports=tuple(row[PORTS:]))
+        for template, rows in zip(program.templates, program.instances, strict=True)
+        for row in rows.tolist()
+    ]
+    return sorted(found, key=lambda instance: instance.base)
+
+
 def expected(job: Job, rank: int) -> Iterator[TraceNode]:
     """The nodes of a rank, straight from its program."""
     traces = TraceSet.of(job)
     position = traces.classes.position(rank)
     program = job.programs[position // traces.classes.ranks_per_class]
-    for instance in program.instances:
-        template = program.templates[instance.template]
+    for instance in instances(program):
+        template = instance.template
         for index, node in enumerate(template.nodes):
             yield TraceNode(
                 id=instance.base + index,
