@@ -279,6 +279,29 @@ def test_a_group_over_other_axes_than_the_collective_says_is_found_by_class() ->
     assert by_rank.ok
 
 
+def outside(image: ClassImage) -> ClassImage:
+    return replace(image, peers={**image.peers, 1: np.append(image.peers[1], len(image.data))})
+
+
+def beyond(image: ClassImage) -> ClassImage:
+    """A peer two stages further, where there are two stages."""
+    return replace(image, peers={**image.peers, 2: image.peers[1][:1], 1: image.peers[1][1:]})
+
+
+def narrow(image: ClassImage) -> ClassImage:
+    return replace(image, groups={**image.groups, ("tp",): image.groups["tp",][:, 1:]})
+
+
+def unknown(image: ClassImage) -> ClassImage:
+    return replace(image, groups={**image.groups, ("dp", "tp"): image.groups["tp",]})
+
+
+@pytest.mark.parametrize("change", [outside, beyond, narrow, unknown])
+def test_tables_that_no_rank_can_be_made_from_are_found(change: Change) -> None:
+    report = verify_classes(with_images(small(), {0: change}).classes)
+    assert rules(report) == {"patch"}
+
+
 @settings(max_examples=60, deadline=None)
 @given(number=st.integers(0, 1), where=st.integers(0, 2**31), flip=st.integers(1, 255))
 def test_any_damaged_byte_of_a_class_is_found_by_both_or_by_none(number: int, where: int, flip: int) -> None:
@@ -301,8 +324,9 @@ def test_any_damaged_byte_of_a_class_is_found_by_both_or_by_none(number: int, wh
 class OneOff(GroupTable):
     """The last rank is told the number of its neighbour's group."""
 
-    def number(self, axes: tuple[str, ...], position: int) -> int:
-        return super().number(axes, position - (position == self.mesh.world - 1 and axes == ("dp",)))
+    def numbers(self, axes: tuple[str, ...], positions: Ints) -> Ints:
+        shifted = positions - (positions == self.mesh.world - 1) if axes == ("dp",) else positions
+        return super().numbers(axes, shifted)
 
 
 class OtherMembers(GroupTable):

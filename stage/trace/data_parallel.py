@@ -12,7 +12,7 @@ from stage.trace.fsdp import gather_template, scatter_template
 from stage.trace.optimizer import update_template
 from stage.trace.plan import StagePlan, StepPlan
 from stage.trace.program import Assembly
-from stage.trace.reduction import reduction_template
+from stage.trace.reduction import reduction_key, reduction_template
 from stage.trace.template import Template
 
 __all__ = ["DataParallel"]
@@ -25,7 +25,7 @@ class DataParallel:
     plan: StagePlan
     step: StepPlan
     assembly: Assembly
-    templates: dict[tuple[str, ...], Template] = field(default_factory=dict)
+    templates: dict[tuple[object, ...], Template] = field(default_factory=dict)
     reduced: set[int] = field(default_factory=set)
     whole: dict[int, int] = field(default_factory=dict)
     updated: int = -1
@@ -85,11 +85,12 @@ class DataParallel:
             self.assembly.place(self.templates[key], plan.layer, micro_batch, grad=ready)
 
     def _reduce(self, index: int, phase: str) -> None:
-        key = ("reduce", str(index), phase)
+        bucket = self.plan.buckets[index]
+        key = ("reduce", *reduction_key(index, bucket, self.step, phase))
         if key not in self.templates:
-            self.templates[key] = reduction_template(index, self.plan.buckets[index], self.step, phase)
+            self.templates[key] = reduction_template(index, bucket, self.step, phase)
         if self.templates[key].nodes:
-            self.assembly.place(self.templates[key], grad=self.assembly.last("compute"))
+            self.assembly.place(self.templates[key], bucket=index, grad=self.assembly.last("compute"))
 
     def finish(self) -> None:
         """Everything after the last backward of a step."""

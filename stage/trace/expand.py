@@ -109,7 +109,7 @@ def expand(
     groups: dict[tuple[str, ...], list[Ints]] = {}
     peers: dict[int, list[Ints]] = {}
     for (image, rows), at in zip(parts, starts, strict=True):
-        _fill(scatter, at, image, rows, style)
+        _fill(scatter, at, image, rows)
         for axes, positions in image.groups.items():
             places = (at[:, None] + positions).reshape(-1, 1) + np.arange(widths.groups[axes])
             groups.setdefault(axes, []).append(places)
@@ -149,7 +149,7 @@ def _starts(parts: list[tuple[Image, Ints]], first: int) -> tuple[list[Ints], in
     return np.split(starts, np.cumsum([len(rows) for _, rows in parts])[:-1]), int(ends[-1])
 
 
-def _fill(scatter: Scatter, at: Ints, image: Image, rows: Ints, style: NameStyle) -> None:
+def _fill(scatter: Scatter, at: Ints, image: Image, rows: Ints) -> None:
     """Put the image at each instance's place, with what is the instance's own.
 
     Numbers that instances share are put in first, once for all of them: a micro-batch has as many as layers.
@@ -159,19 +159,17 @@ def _fill(scatter: Scatter, at: Ints, image: Image, rows: Ints, style: NameStyle
     firsts = rows[np.unique(shared, return_index=True)[1]]
     images = np.tile(image.data, (len(firsts), 1))
     places = np.arange(len(firsts)) * length
-    _put_numbers(Scatter(images.reshape(-1)), places, image, firsts, style, [COLUMNS[k] for k in SHARED])
+    _put_numbers(Scatter(images.reshape(-1)), places, image, firsts, [COLUMNS[k] for k in SHARED])
     copies = list(images)
     for start, number in zip(at.tolist(), shared.tolist(), strict=True):
         data[start : start + length] = copies[number]
-    _put_numbers(scatter, at, image, rows, style, ["layer"])
+    _put_numbers(scatter, at, image, rows, ["layer", "bucket"])
     columns = np.concatenate([[BASE, FORWARD], np.arange(PORTS, rows.shape[1])])
     values = rows[:, columns[image.ids[:, 1]]] + image.ids[:, 2]
     scatter.put(at, image.ids[:, 0], varint_words(values, image.id_width), image.id_width)
 
 
-def _put_numbers(
-    scatter: Scatter, at: Ints, image: Image, rows: Ints, style: NameStyle, names: Sequence[str]
-) -> None:
+def _put_numbers(scatter: Scatter, at: Ints, image: Image, rows: Ints, names: Sequence[str]) -> None:
     """Put what instances are named by into their attributes and into their nodes' names."""
     for name in names:
         numbers = rows[:, COLUMNS.index(name)][:, None]
@@ -179,5 +177,5 @@ def _put_numbers(
             width = FIELD_WIDTHS[name]
             scatter.put(at, image.fields[name], varint_words(numbers, width), width)
         if name in image.digits:
-            count = getattr(style, name)
+            count = image.counts[name]
             scatter.put(at, image.digits[name], digit_words(numbers, count), count)

@@ -17,7 +17,7 @@ __all__ = ["COLUMNS", "PORTS", "Assembly", "Program"]
 Ints = NDArray[np.int64]
 
 STREAMS = ("compute", "comm", "recv")
-COLUMNS: Final = ("base", "forward", "layer", "micro_batch", "step", "tag")
+COLUMNS: Final = ("base", "forward", "layer", "micro_batch", "step", "tag", "bucket")
 """Columns of instances: their first id, that of the forward instance, and the numbers they are named by."""
 
 PORTS: Final = len(COLUMNS)
@@ -77,13 +77,14 @@ class Assembly:
         micro_batch: int = -1,
         forward: int = -1,
         tag: int = 0,
+        bucket: int = -1,
         **ports: int,
     ) -> int:
         """Add an instance after all others and return its first id; ports that are streams connect by themselves."""
         placing = self._placing.get(id(template)) or self._learn(template)
         last, base = self._last, self.nodes
         connected = [ports[p] if p in ports else last.get(p, -1) for p in placing.ports]
-        placing.rows.append((base, forward, layer, micro_batch, self.step, tag, *connected))
+        placing.rows.append((base, forward, layer, micro_batch, self.step, tag, bucket, *connected))
         for stream, offset in placing.lasts:
             last[stream] = base + offset
         self.nodes = base + placing.nodes

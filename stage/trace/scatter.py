@@ -22,7 +22,8 @@ class Scatter:
     def __init__(self, data: Bytes) -> None:
         self.data = data
         self._views = {
-            size: np.ndarray((max(0, len(data) - size + 1),), f"<u{size}", data.data, 0, (1,)) for size in SIZES
+            size: np.ndarray((max(0, len(data) - size + 1),), f"<u{size}", data.data, 0, (1,))
+            for size in SIZES
         }
 
     def put(self, at: Ints, positions: Ints, words: Words, width: int) -> None:

@@ -24,7 +24,7 @@ from stage.trace.limits import exceeded, needed
 from stage.trace.report import Defect, Findings, Report, plural
 from stage.trace.verify import compare_ranks
 from stage.trace.verify_groups import Groups
-from stage.trace.verify_patches import ClassPatches
+from stage.trace.verify_patches import ClassPatches, tables_fit
 from stage.trace.verify_rank import RankReader
 from stage.trace.verify_record import TAG, RankRecord
 from stage.trace.verify_symmetry import FormulaMembers, check_formulas, check_stages, warn_alike
@@ -46,6 +46,10 @@ def verify_classes(classes: RankClasses) -> Report:
     records: dict[int, RankRecord] = {}
     for number in range(classes.count):
         rank = classes.rank_at(number * classes.ranks_per_class)
+        if not tables_fit(classes, number):
+            text = "the places of its own groups and peers are not places of its trace: make the set again"
+            findings.add(rank, None, "patch", text)
+            continue
         data = bytes(classes.rank(rank))
         try:
             records[rank] = reader.read(rank, data)

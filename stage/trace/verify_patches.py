@@ -16,10 +16,28 @@ from stage.trace.report import Findings
 from stage.trace.spans import GROUP_NAME, Span, communication_spans
 from stage.trace.verify_record import RankRecord
 
-__all__ = ["ClassPatches"]
+__all__ = ["ClassPatches", "tables_fit"]
 
 ROOM = range(1, 6)
 """Bytes that the length of a group's name may take."""
+
+
+def tables_fit(classes: RankClasses, number: int) -> bool:
+    """Whether every entry of a class's tables is a place in its bytes, a known group, and a stage that there is."""
+    image, groups = classes.image(number), classes.groups
+    size = len(image.data)
+    return all(
+        axes in groups.first and rows.shape[1:] == (groups.width(axes),) and inside(rows, size)
+        for axes, rows in image.groups.items()
+    ) and all(
+        0 <= number + distance < classes.count and inside(starts, size - PEER_WIDTH + 1)
+        for distance, starts in image.peers.items()
+    )
+
+
+def inside(places: Ints, size: int) -> bool:
+    """Whether places are those of so many bytes."""
+    return bool(np.all((places >= 0) & (places < size)))
 
 
 @dataclass(slots=True)
