@@ -1,6 +1,6 @@
 """Byte images: a rank's bytes decode to exactly the nodes that its program means, encoded one by one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,24 +31,21 @@ class Instance:
     """One instance of a template, as the columns of a program have it."""
 
     template: Template
-    base: int
-    forward: int
-    layer: int
-    micro_batch: int
-    step: int
-    tag: int
+    columns: Mapping[str, int]
     ports: tuple[int, ...]
+
+    def __getitem__(self, column: str) -> int:
+        return self.columns[column]
 
 
 def instances(program: Program) -> list[Instance]:
     """All instances of a program in the order they run."""
-    assert COLUMNS == ("base", "forward", "layer", "micro_batch", "step", "tag")
     found = [
-        Instance(template, *row[:PORTS], ports=tuple(row[PORTS:]))
+        Instance(template, dict(zip(COLUMNS, row[:PORTS], strict=True)), tuple(row[PORTS:]))
         for template, rows in zip(program.templates, program.instances, strict=True)
         for row in rows.tolist()
     ]
-    return sorted(found, key=lambda instance: instance.base)
+    return sorted(found, key=lambda instance: instance["base"])
 
 
 def expected(job: Job, rank: int) -> Iterator[TraceNode]:
@@ -60,7 +57,7 @@ def expected(job: Job, rank: int) -> Iterator[TraceNode]:
         template = instance.template
         for index, node in enumerate(template.nodes):
             yield TraceNode(
-                id=instance.base + index,
+                id=instance["base"] + index,
                 name=name(template, node, instance, job.style),
                 type=NODE_TYPES.get(node.kind, NodeType.COMM_COLL),
                 data_deps=tuple(dict.fromkeys(dependencies(template, node, instance))),
@@ -77,17 +74,18 @@ def dependencies(template: Template, node: TemplateNode, instance: Instance) -> 
     def target(ref: Ref) -> int:
         if ref.kind == "port":
             return ports[str(ref.target)]
-        return int(ref.target) + (instance.base if ref.kind == "self" else instance.forward)
+        return int(ref.target) + instance["base" if ref.kind == "self" else "forward"]
 
     return (found for found in map(target, node.deps) if found >= 0)
 
 
 def name(template: Template, node: TemplateNode, instance: Instance, style: NameStyle) -> str:
-    layer = f"{instance.layer:0{style.layer}}" if "layer" in template.numbers else ""
-    text = f"{template.block}{layer}.{node.name}/{node.phase}"
+    layer = f"{instance['layer']:0{style.layer}}" if "layer" in template.numbers else ""
+    bucket = f"{instance['bucket']:0{template.digits}}" if "bucket" in template.numbers else ""
+    text = f"{template.block}{layer}{bucket}.{node.name}/{node.phase}"
     if "micro_batch" in template.numbers:
-        text += f"/mb{instance.micro_batch:0{style.micro_batch}}"
-    return text + (f"/step{instance.step:0{style.step}}" if style.step else "")
+        text += f"/mb{instance['micro_batch']:0{style.micro_batch}}"
+    return text + (f"/step{instance['step']:0{style.step}}" if style.step else "")
 
 
 def attributes(
@@ -108,13 +106,14 @@ def attributes(
         yield "comm_size", Attribute("int64_val", node.bytes)
         yield "comm_src", Attribute("int32_val", src)
         yield "comm_dst", Attribute("int32_val", dst)
-        yield "comm_tag", Attribute("int32_val", instance.tag)
+        yield "comm_tag", Attribute("int32_val", instance["tag"])
     texts = {"op": node.op, "phase": node.phase, "dtype": node.dtype, "shapes": node.shapes}
     yield from ((key, Attribute("string_val", text)) for key, text in texts.items() if text)
     for key in template.numbers:
-        yield key, Attribute("int32_val", int(getattr(instance, key)))
+        if key != "bucket":
+            yield key, Attribute("int32_val", instance[key])
     if style.step:
-        yield "step", Attribute("int32_val", instance.step)
+        yield "step", Attribute("int32_val", instance["step"])
 
 
 def rank_at(traces: TraceSet, position: int) -> int:
