@@ -2,15 +2,20 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stage.io.bundle import open_bundle, write_bundle
-from stage.io.chakra import DirectorySource, open_directory, write_directory
+from stage.errors import StageError
+from stage.io.bundle import bundle_classes, open_bundle, write_bundle
+from stage.io.chakra import DirectorySource, open_directory
+from stage.io.engine import Engine, in_process
+from stage.io.parallel import in_processes
+from stage.io.store import is_url
+from stage.io.write import Content, write_set
 from stage.mesh import Mesh
 from stage.trace.classes import RankClasses
 from stage.trace.expand import ClassImage, Encoded, expand
@@ -63,15 +68,21 @@ class Job:
 class TraceSet:
     """The traces of all ranks of a job.
 
-    `summaries` describes each class for the manifest, as `stage.trace.totals` does.
+    `summaries` describes each class for the manifest, as `stage.trace.totals` does. `remake` is a small picklable
+    function that makes the classes again in another process; without it only this one can write them.
     """
 
     def __init__(
-        self, classes: RankClasses, description: Mapping[str, Any], summaries: Sequence[Mapping[str, Any]]
+        self,
+        classes: RankClasses,
+        description: Mapping[str, Any],
+        summaries: Sequence[Mapping[str, Any]],
+        remake: Callable[[], RankClasses] | None = None,
     ) -> None:
         self.classes = classes
         self.description = description
         self.summaries = summaries
+        self.remake = remake
         self.world = classes.mesh.world
         self.ranks = range(self.world)
 
@@ -80,15 +91,16 @@ class TraceSet:
         """The trace set of a job."""
         classes = job.classes()
         summaries = [totals(program, classes.groups.size) for program in job.programs]
-        return TraceSet(classes, {**job.description, "schema": SCHEMA_VERSION}, summaries)
+        description = {**job.description, "schema": SCHEMA_VERSION}
+        return TraceSet(classes, description, summaries, job.classes)
 
     @staticmethod
     def open(path: str | Path) -> "DirectorySource | TraceSet":
         """A trace set on disk, a folder or a bundle, with the same `rank`, `nodes`, `groups` and `manifest`."""
-        if not Path(path).is_file():
+        if is_url(path) or not Path(path).is_file():
             return open_directory(path)
-        bundle = open_bundle(path)
-        return TraceSet(bundle.classes, bundle.description, bundle.summaries)
+        bundle, again = open_bundle(path), partial(bundle_classes, Path(path).absolute())
+        return TraceSet(bundle.classes, bundle.description, bundle.summaries, again)
 
     def rank(self, rank: int) -> bytes:
         """The bytes of a rank's trace file."""
@@ -135,18 +147,26 @@ class TraceSet:
         ranks: Sequence[int] | None = None,
         *,
         force: bool = False,
+        resume: bool = False,
+        jobs: int = 1,
+        dask: str | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> dict[str, int]:
         """Write a directory of traces, complete or not at all; returns counts of ranks, classes, nodes and bytes.
 
-        `ranks` chooses which are written (all by default). An existing directory is a `TraceError` without `force`.
+        `path` is a path or a URL that fsspec knows. `ranks` chooses which are written (all by default). An existing
+        directory is a `TraceError` without `force`. `resume` goes on with what an interrupted run left. `jobs` is a
+        number of processes on this machine, `dask` the address of the scheduler of a cluster; the bytes are the same.
         """
         chosen = list(self.ranks) if ranks is None else list(dict.fromkeys(ranks))
         classes = [self.classes.of(rank) for rank in chosen]
+        sizes = [self.classes.digest(number)[0] for number in range(self.classes.count)]
         manifest = {**self.manifest, "written": "all" if ranks is None else chosen}
-        write_directory(
-            path, self.world, chosen, self.rank, self.groups, manifest, force=force, progress=progress
+        content = Content(
+            self.world, chosen, lambda rank: sizes[self.classes.of(rank)], self.groups, manifest
         )
+        engine = self._engine(jobs, dask)
+        write_set(path, content, engine, force=force, resume=resume, progress=progress)
         return self._counts(classes)
 
     def write_bundle(
@@ -171,3 +191,17 @@ class TraceSet:
             "nodes": sum(self.summaries[c]["nodes"] for c in classes),
             "bytes": sum(self.classes.digest(c)[0] for c in classes),
         }
+
+    def _engine(self, jobs: int, dask: str | None) -> Engine:
+        """What writes the ranks: this process, several on this machine, or a cluster."""
+        if dask is not None and jobs != 1:
+            raise StageError(f"{jobs} jobs and the cluster {dask} are asked for: choose one of them")
+        if dask is None and jobs == 1:
+            return in_process(self.classes.each_bytes)
+        if self.remake is None:
+            raise StageError("this trace set can be made in one process only: write it with one job")
+        if dask is None:
+            return in_processes(jobs, self.remake)
+        from stage.io.cluster import on_cluster  # noqa: PLC0415 - imports Dask, an extra
+
+        return on_cluster(dask, self.remake)

@@ -30,11 +30,11 @@ class Recorder:
         self.calls.append((args, options))
         return self
 
-    def write(self, path: Path, **options: object) -> dict[str, object]:
+    def write(self, path: str, **options: object) -> dict[str, object]:
         self.calls.append(((path,), options))
         return {"ranks": 8, "classes": 2, "nodes": 1234, "bytes": 5_000_000}
 
-    def write_bundle(self, path: Path, **options: object) -> dict[str, object]:
+    def write_bundle(self, path: str, **options: object) -> dict[str, object]:
         return {**self.write(path, **options), "bundle_bytes": 777}
 
 
@@ -60,7 +60,7 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "--batch 16 --micro-batch 2 --seq 128 --schedule gpipe --zero 1 --recompute full --stage-layers 3,2x2 "
         "--grad-reduce microbatch --dtype fp16 --grad-dtype bf16 --no-clip --vocab-multiple 64 --dropout --steps 2 "
         "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 "
-        f"--out {tmp_path / 't'} --force --json --placement {placement}"
+        f"--out {tmp_path / 't'} --force --json --placement {placement} --resume --jobs 3 --dask tcp://host:8786"
     )
     assert main(line.split()) == 0
     (model, options), (where, writing) = recorder.calls
@@ -96,8 +96,15 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "bucket_size": 9,
         "placement": [1, 0],
     }
-    assert where == (tmp_path / "t",)
-    assert writing == {"ranks": [0, 1, 7], "force": True, "progress": None}
+    assert where == (str(tmp_path / "t"),)
+    assert writing == {
+        "ranks": [0, 1, 7],
+        "force": True,
+        "resume": True,
+        "jobs": 3,
+        "dask": "tcp://host:8786",
+        "progress": None,
+    }
 
 
 def test_synth_leaves_what_is_not_given_to_the_strategy(recorder: Recorder, tmp_path: Path) -> None:
@@ -117,7 +124,8 @@ def test_synth_leaves_what_is_not_given_to_the_strategy(recorder: Recorder, tmp_
         "mask": "causal",
         "mtp": False,
     }
-    assert writing == {"ranks": None, "force": False, "progress": None}
+    unasked = dict.fromkeys(("ranks", "dask", "progress"))
+    assert writing == {**unasked, "force": False, "resume": False, "jobs": 1}
 
 
 @pytest.mark.usefixtures("recorder")
@@ -144,7 +152,7 @@ def test_synth_says_in_one_line_what_no_consumer_takes(recorder: Recorder, capsy
 
 def test_synth_writes_a_bundle_where_it_is_asked_to(recorder: Recorder, capsys: Capture) -> None:
     assert main(["synth", "m", "--format", "bundle", "--out", "t.stage", "--force", "--json"]) == 0
-    assert recorder.calls[-1] == ((Path("t.stage"),), {"force": True, "progress": None})
+    assert recorder.calls[-1] == (("t.stage",), {"force": True, "progress": None})
     report = json.loads(capsys.readouterr().out)
     assert list(report) == [
         "out",

@@ -8,7 +8,7 @@ import pytest
 from stage.synthesis import job as make_job
 from stage.trace.image import COLLECTIVE_TYPES, NameStyle
 from stage.trace.node import Attribute, NodeType, TraceNode
-from stage.trace.program import Instance, Program
+from stage.trace.program import Instance
 from stage.trace.template import Ref, Template, TemplateNode
 from stage.trace.wire import encode_metadata, encode_node, frame, read_trace
 from stage.traceset import Job, TraceSet
@@ -37,7 +37,7 @@ def expected(job: Job, rank: int) -> Iterator[TraceNode]:
                 id=instance.base + index,
                 name=name(template, node, instance, job.style),
                 type=NODE_TYPES.get(node.kind, NodeType.COMM_COLL),
-                data_deps=tuple(dict.fromkeys(dependencies(program, template, node, instance))),
+                data_deps=tuple(dict.fromkeys(dependencies(template, node, instance))),
                 attrs=dict(attributes(traces, template, node, instance, position, job.style)),
             )
 
@@ -45,7 +45,7 @@ def expected(job: Job, rank: int) -> Iterator[TraceNode]:
 NODE_TYPES = {"compute": NodeType.COMP, "send": NodeType.COMM_SEND, "recv": NodeType.COMM_RECV}
 
 
-def dependencies(program: Program, template: Template, node: TemplateNode, instance: Instance) -> Iterator[int]:
+def dependencies(template: Template, node: TemplateNode, instance: Instance) -> Iterator[int]:
     ports = dict(zip(template.ports, instance.ports, strict=True))
 
     def target(ref: Ref) -> int:

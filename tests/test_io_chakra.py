@@ -135,7 +135,7 @@ def test_malformed_file_is_named(tmp_path: Path) -> None:
 
 def test_existing_folder_is_refused_without_force(tmp_path: Path) -> None:
     write(tmp_path / "out")
-    expected = f"{tmp_path / 'out'} exists already: give another folder, or force to replace the set in it"
+    expected = f"{tmp_path / 'out'} exists already: give another folder, or --force to replace the set in it"
     assert message(tmp_path / "out", force=False) == expected
 
 
@@ -182,10 +182,22 @@ def test_interrupted_write_leaves_what_stood_there(tmp_path: Path, error: BaseEx
         with pytest.raises(kind) as caught:
             write_directory(tmp_path / name, 2, range(2), fail, {}, {}, force=True)
     if isinstance(error, OSError):
-        why = "(No space left on device), and nothing was: check space and rights"
-        assert str(caught.value) == f"{tmp_path / 'new'} cannot be written {why}"
-    assert names(tmp_path) == ["out"]
+        left = f"1 of 2 ranks are in {tmp_path / 'new.partial'}; check space and rights, then --resume"
+        expected = f"{tmp_path / 'new'} cannot be written (No space left on device): {left}"
+        assert str(caught.value) == expected
+    assert names(tmp_path) == ["new.partial", "out", "out.partial"]
     assert open_directory(tmp_path / "out").rank(0) == trace(0)
+
+
+def test_failure_before_the_first_rank_leaves_nothing(tmp_path: Path) -> None:
+    def fail(_: int) -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(TraceError) as caught:
+        write_directory(tmp_path / "out", 2, range(2), fail, {}, {})
+    why = "(No space left on device), and nothing was: check space and rights"
+    assert str(caught.value) == f"{tmp_path / 'out'} cannot be written {why}"
+    assert names(tmp_path) == []
 
 
 def test_failed_replacement_leaves_what_stood_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +211,7 @@ def test_failed_replacement_leaves_what_stood_there(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "rename", fail)
     assert "Device or resource busy" in message(tmp_path / "out", force=True)
-    assert names(tmp_path) == ["out"]
+    assert names(tmp_path) == ["out", "out.partial"]
     assert open_directory(tmp_path / "out").ranks == (0,)
 
 
@@ -232,5 +244,5 @@ def test_manifest_is_written_last(tmp_path: Path) -> None:
         return trace(rank)
 
     write_directory(tmp_path / "out", 2, [0, 1], observe, {}, {})
-    assert state == [[], ["trace.0.et"]]
+    assert state == [["unfinished.journal"], ["trace.0.et", "unfinished.journal"]]
     assert json.loads((tmp_path / "out/manifest.json").read_text()) == {"world": 2}

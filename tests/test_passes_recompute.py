@@ -37,8 +37,9 @@ def test_full_keeps_the_input_alone(model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("attention", ["fused", "unfused"])
 def test_selective_runs_the_core_again_and_keeps_less(model: str, attention: str) -> None:
-    options = {"tp": 2, "attention": attention}
-    plain, less = (layer(request(model, "megatron", recompute=r, **options)) for r in ("none", "selective"))
+    plain, less = (
+        layer(request(model, "megatron", tp=2, attention=attention, recompute=policy)) for policy in ("none", "selective")
+    )
     again = [n.name for n in less.backward.nodes if n.phase == "recompute"]
     assert again
     assert all(".core" in name for name in again)

@@ -26,9 +26,8 @@ def traces(model: str = "llama3-8b", strategy: str = "megatron_sp", **options: A
 
 
 def test_the_same_inputs_give_the_same_bytes(tmp_path: Path) -> None:
-    options = {"pp": 2, "dp": 2, "tp": 2, "batch": 8}
     for name in ("a", "b"):
-        traces(**options).write(tmp_path / name)
+        traces(pp=2, dp=2, tp=2, batch=8).write(tmp_path / name)
     first, second = (sorted((tmp_path / name).iterdir()) for name in ("a", "b"))
     assert [f.name for f in first] == [f.name for f in second]
     assert [f.read_bytes() for f in first] == [f.read_bytes() for f in second]

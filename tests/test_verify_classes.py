@@ -324,8 +324,9 @@ def test_any_damaged_byte_of_a_class_is_found_by_both_or_by_none(number: int, wh
 class OneOff(GroupTable):
     """The last rank is told the number of its neighbour's group."""
 
-    def number(self, axes: tuple[str, ...], position: int) -> int:
-        return super().number(axes, position - (position == self.mesh.world - 1 and axes == ("dp",)))
+    def numbers(self, axes: tuple[str, ...], positions: Ints) -> Ints:
+        shifted = positions - (positions == self.mesh.world - 1) if axes == ("dp",) else positions
+        return super().numbers(axes, shifted)
 
 
 class OtherMembers(GroupTable):

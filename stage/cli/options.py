@@ -1,6 +1,5 @@
 """Options that several commands share, each declared once."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -52,7 +51,16 @@ StrategyName = Annotated[
         autocompletion=complete_strategy,
     ),
 ]
-TraceFolder = Annotated[Path, typer.Argument(metavar="DIR|BUNDLE", help="A folder of traces, or a bundle.")]
+TraceFolder = Annotated[
+    str,
+    typer.Argument(metavar="DIR|URL|BUNDLE", help="A folder of traces, here or in a store, or a bundle."),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with a run that was stopped.", rich_help_panel="Output")
+]
+Jobs = Annotated[
+    int, typer.Option("--jobs", min=1, metavar="N", help="Processes that write.", rich_help_panel="Output")
+]
 Batch = Annotated[
     int | None, typer.Option("--batch", min=1, metavar="N", help="Sequences a step, over all ranks.")
 ]

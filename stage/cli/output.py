@@ -7,6 +7,7 @@ a terminal only.
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 Progress = Callable[[int, int], None]
+REDRAW_SECONDS = 0.1
 
 MOST_KEPT_WHOLE = 36
 """The longest word that a narrow column does not break."""
@@ -126,7 +128,27 @@ def progress_bar(label: str, *, quiet: bool) -> Iterator[Progress | None]:
 
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        shown = 0.0
+
+        def show(done: int, total: int) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if done == total or now - shown > REDRAW_SECONDS:
+                shown = now
+                bar.update(task, completed=done, total=total)
+
+        yield show
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Say on standard error what an interrupt leaves behind."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        for note in getattr(stop, "__notes__", ()):
+            sys.stderr.write(f"stage: interrupted: {note}\n")
+        raise
 
 
 def _print_lines(values: Mapping[str, object]) -> None:

@@ -1,6 +1,5 @@
 """`stage show`: the counts and closed forms of a model, or a summary of a trace set."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,7 +27,7 @@ Examples:
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL|DIR|BUNDLE",
+        metavar="MODEL|DIR|URL|BUNDLE",
         help="A model, a folder of traces, or a bundle.",
         autocompletion=complete_model,
     ),
@@ -75,14 +74,14 @@ def show(
     degrees = {
         axis: n for axis, n in (("dp", dp), ("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep), ("etp", etp)) if n
     }
-    if is_trace_set(Path(target)):
+    if is_trace_set(target):
         if strategy is not None or batch is not None or seq is not None or given or degrees:
             raise StageError(
                 f"{target}: is a trace set; --strategy, --batch, --seq, --set and degrees are for models"
             )
         from stage.summary import trace_summary
 
-        report = trace_summary(open_source(Path(target)), rank=rank)
+        report = trace_summary(open_source(target), rank=rank)
         (print_json if json else print_traces)(report)
         return
     if rank is not None:

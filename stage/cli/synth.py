@@ -7,8 +7,20 @@ from typing import Annotated, Literal
 import typer
 
 import stage
-from stage.cli.options import Attention, Batch, Json, Mask, ModelName, Mtp, Seq, Sizes, StrategyName
-from stage.cli.output import print_json, print_report, print_warning, progress_bar
+from stage.cli.options import (
+    Attention,
+    Batch,
+    Jobs,
+    Json,
+    Mask,
+    ModelName,
+    Mtp,
+    Resume,
+    Seq,
+    Sizes,
+    StrategyName,
+)
+from stage.cli.output import interruptible, print_json, print_report, print_warning, progress_bar
 from stage.cli.parse import parse_ranks, parse_sizes, parse_stage_layers, read_placement
 from stage.errors import StageError
 
@@ -112,13 +124,20 @@ Ranks = Annotated[
     typer.Option("--ranks", metavar="0-7,64", help="Write only these ranks.", rich_help_panel=OUTPUT),
 ]
 Out = Annotated[
-    Path, typer.Option("--out", metavar="PATH", help="The folder or bundle to write.", rich_help_panel=OUTPUT)
+    str,
+    typer.Option("--out", metavar="PATH|URL", help="The folder or bundle to write.", rich_help_panel=OUTPUT),
 ]
 Format = Annotated[
     Literal["directory", "bundle"],
     typer.Option("--format", help="A file a rank, or one for all of them.", rich_help_panel=OUTPUT),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace what is there.", rich_help_panel=OUTPUT)]
+Dask = Annotated[
+    str | None,
+    typer.Option(
+        "--dask", metavar="ADDRESS", help="Write on a Dask cluster: tcp://host:8786.", rich_help_panel=OUTPUT
+    ),
+]
 
 
 def synth(
@@ -158,6 +177,9 @@ def synth(
     ranks: Ranks = None,
     form: Format = "directory",
     force: Force = False,
+    resume: Resume = False,
+    jobs: Jobs = 1,
+    dask: Dask = None,
     json: Json = False,
 ) -> None:
     """Synthesize a trace set, write it, and print what was written."""
@@ -165,6 +187,8 @@ def synth(
     wanted = None if ranks is None else parse_ranks(ranks)
     if wanted is not None and form == "bundle":
         raise StageError("--ranks: a bundle holds all ranks; leave it out, and choose them with stage unpack")
+    if form == "bundle" and (resume or jobs > 1 or dask is not None):
+        raise StageError("--format bundle writes one small file: leave out --resume, --jobs and --dask")
     traces = stage.synthesize(
         model,
         strategy,
@@ -198,12 +222,14 @@ def synth(
         bucket_size=bucket_size,
         placement=None if placement is None else read_placement(placement),
     )
-    with progress_bar("writing traces", quiet=json) as progress:
+    with interruptible(), progress_bar("writing traces", quiet=json) as progress:
         if form == "bundle":
             summary = traces.write_bundle(out, force=force, progress=progress)
         else:
-            summary = traces.write(out, ranks=wanted, force=force, progress=progress)
-    report = {"out": str(out), **summary, "seconds": round(time.perf_counter() - started, 3)}
+            summary = traces.write(
+                out, ranks=wanted, force=force, resume=resume, jobs=jobs, dask=dask, progress=progress
+            )
+    report = {"out": out, **summary, "seconds": round(time.perf_counter() - started, 3)}
     if json:
         print_json(report | {"warnings": traces.warnings})
         return

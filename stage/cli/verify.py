@@ -44,7 +44,7 @@ def verify(traces: TraceFolder, exhaustive: Exhaustive = False, json: Json = Fal
         unchecked = list(report.unchecked)
         print_json({"ok": report.ok, "defects": defects, "warnings": warnings, "unchecked": unchecked})
     else:
-        _print(traces.name or str(traces), defects, warnings, report.unchecked)
+        _print(traces.rstrip("/").rpartition("/")[2] or traces, defects, warnings, report.unchecked)
     if not report.ok:
         raise typer.Exit(1)
 

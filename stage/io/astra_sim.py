@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 from stage.cost.system import TOPOLOGIES, System, load_system
 from stage.errors import TraceError
-from stage.io.chakra import groups_text, open_directory, writing
+from stage.io.chakra import open_directory
+from stage.io.parts import groups_text
 from stage.io.render import render
+from stage.io.store import writing
 
 __all__ = ["SystemForExport", "export_astra_sim", "system_for_export"]
 

@@ -37,7 +37,7 @@ from stage.trace.classes import RankClasses
 from stage.trace.expand import ClassImage
 from stage.trace.image import PEER_WIDTH
 
-__all__ = ["Bundle", "is_bundle", "open_bundle", "write_bundle"]
+__all__ = ["Bundle", "bundle_classes", "is_bundle", "open_bundle", "write_bundle"]
 
 Ints = NDArray[np.int64]
 Progress = Callable[[int, int], None]
@@ -128,6 +128,11 @@ def open_bundle(path: str | Path) -> Bundle:
         digests=[(entry.size, entry.sha256) for entry in job.classes],
     )
     return Bundle(classes, description, [entry.summary for entry in job.classes])
+
+
+def bundle_classes(path: Path) -> RankClasses:
+    """The classes of the bundle in a file, for another process."""
+    return open_bundle(path).classes
 
 
 def read_placement(container: Container, mesh: Mesh) -> Ints:

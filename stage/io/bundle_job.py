@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stage.io.chakra import json_text
 from stage.io.container import MAX_MEMBER
+from stage.io.parts import json_text
 from stage.mesh import Mesh
 from stage.trace.classes import RankClasses
 from stage.trace.groups import PIPELINE_ENDS, GroupTable

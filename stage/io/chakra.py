@@ -5,8 +5,6 @@ is all or nothing: a folder of the name asked for is a complete set or the one t
 """
 
 import json
-import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,44 +12,54 @@ from pathlib import Path
 from typing import Any
 
 from stage.errors import TraceError
+from stage.io.engine import in_process
+from stage.io.parts import GROUPS, JOURNAL, MANIFEST, TRACE_NAME, trace_name
+from stage.io.store import FolderStore, Store, open_store, reading
+from stage.io.write import Content, write_set
 from stage.trace.node import Metadata, TraceNode
 from stage.trace.wire import read_trace
 
-__all__ = ["GROUPS", "MANIFEST", "DirectorySource", "open_directory", "write_directory"]
+__all__ = ["DirectorySource", "open_directory", "write_directory"]
 
-GROUPS = "groups.json"
-MANIFEST = "manifest.json"
-TRACE_NAME = re.compile(r"(?P<prefix>.+)\.(?P<rank>0|[1-9][0-9]*)\.et", re.DOTALL)
 MAX_RANK = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
 class DirectorySource:
-    """A trace set in a folder; a file is read when its rank is asked for, and not kept.
+    """A trace set in a folder or under a URL; a file is read when its rank is asked for, and not kept.
 
     `world` is the number of ranks of the job, `ranks` those whose file is there. `groups` is empty where the
     set has no `groups.json`, and `manifest` is None where it has no `manifest.json`.
     """
 
-    path: Path
+    store: Store
     prefix: str
     world: int
     ranks: tuple[int, ...]
     groups: Mapping[str, Sequence[int]]
     manifest: Mapping[str, Any] | None
 
-    def file(self, rank: int) -> Path:
-        """Return the path of a rank's file."""
-        return self.path / f"{self.prefix}.{rank}.et"
+    @property
+    def path(self) -> Path:
+        """The folder of the set, for programs that read the files themselves."""
+        if not isinstance(self.store, FolderStore):
+            raise TraceError(f"{self.store.where()} is not on this machine: copy the set to a folder first")
+        return self.store.path
+
+    def file(self, rank: int) -> str:
+        """Return the path or URL of a rank's file."""
+        return self.store.where(trace_name(self.prefix, rank))
 
     def rank(self, rank: int) -> bytes:
         """Return the bytes of a rank's file."""
-        file = self.file(rank)
-        if not file.exists():
+        name = trace_name(self.prefix, rank)
+        if not self.store.has(name):
             count = f"{len(self.ranks)} of {self.world}"
-            raise TraceError(f"{self.path} has no trace of rank {rank}: it has those of {count} ranks")
-        with reading(file):
-            return file.read_bytes()
+            raise TraceError(
+                f"{self.store.where()} has no trace of rank {rank}: it has those of {count} ranks"
+            )
+        with reading(self.file(rank)):
+            return self.store.read(name)
 
     raw = rank
 
@@ -67,29 +75,32 @@ class DirectorySource:
 
 
 def open_directory(path: str | Path) -> DirectorySource:
-    """Return the trace set in a folder."""
-    folder = Path(path)
-    if not folder.is_dir():
+    """Return the trace set in a folder or under a URL."""
+    store = open_store(path)
+    folder = store.where()
+    if isinstance(store, FolderStore) and not store.path.is_dir():
         raise TraceError(f"{folder} is no folder: give the folder that holds the .et files of a trace set")
-    prefix, ranks = find_traces(folder)
-    groups = read_object(folder / GROUPS)
-    manifest = read_object(folder / MANIFEST)
+    with reading(folder):
+        names = store.names()
+    if JOURNAL in names:
+        raise TraceError(f"{folder} is unfinished, its run was stopped: go on with it by --resume")
+    prefix, ranks = find_traces(folder, names)
+    groups = read_object(store, GROUPS, names)
+    manifest = read_object(store, MANIFEST, names)
     if manifest is not None and groups is None and "world" in manifest:
         raise TraceError(f"{folder} has {MANIFEST} but no {GROUPS}: the set is incomplete, write it again")
-    checked = check_groups(folder / GROUPS, groups or {})
-    return DirectorySource(
-        folder, prefix, find_world(folder, ranks, checked, manifest), ranks, checked, manifest
-    )
+    checked = check_groups(store.where(GROUPS), groups or {})
+    world = find_world(store.where(MANIFEST), ranks, checked, manifest)
+    return DirectorySource(store, prefix, world, ranks, checked, manifest)
 
 
-def find_traces(folder: Path) -> tuple[str, tuple[int, ...]]:
-    """Return the prefix and the ranks of the traces in a folder."""
+def find_traces(folder: str, names: Iterable[str]) -> tuple[str, tuple[int, ...]]:
+    """Return the prefix and the ranks of the traces among the files of a folder."""
     found: dict[str, list[int]] = {}
-    with reading(folder):
-        for entry in folder.iterdir():
-            match = TRACE_NAME.fullmatch(entry.name)
-            if match and int(match["rank"]) < MAX_RANK:
-                found.setdefault(match["prefix"], []).append(int(match["rank"]))
+    for name in names:
+        match = TRACE_NAME.fullmatch(name)
+        if match and int(match["rank"]) < MAX_RANK:
+            found.setdefault(match["prefix"], []).append(int(match["rank"]))
     if not found:
         raise TraceError(f"{folder} holds no file <prefix>.<rank>.et: give the folder of a trace set")
     if len(found) > 1:
@@ -98,13 +109,14 @@ def find_traces(folder: Path) -> tuple[str, tuple[int, ...]]:
     return prefix, tuple(sorted(ranks))
 
 
-def read_object(file: Path) -> dict[str, Any] | None:
+def read_object(store: Store, name: str, names: Iterable[str]) -> dict[str, Any] | None:
     """Return the JSON object in a file, or None where there is no such file."""
-    if not file.exists():
+    if name not in names:
         return None
+    file = store.where(name)
     try:
         with reading(file):
-            content = json.loads(file.read_bytes())
+            content = json.loads(store.read(name))
     except (ValueError, RecursionError) as err:
         raise TraceError(f"{file} is no JSON ({err}): write the set again") from err
     if not isinstance(content, dict):
@@ -112,7 +124,7 @@ def read_object(file: Path) -> dict[str, Any] | None:
     return content
 
 
-def check_groups(file: Path, groups: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
+def check_groups(file: str, groups: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
     """Return groups whose values are flat lists of ranks; whether they make sense the verifier says."""
     for name, members in groups.items():
         if not isinstance(members, list) or not all(type(rank) is int for rank in members):
@@ -121,18 +133,13 @@ def check_groups(file: Path, groups: Mapping[str, Any]) -> Mapping[str, Sequence
 
 
 def find_world(
-    folder: Path,
-    ranks: Sequence[int],
-    groups: Mapping[str, Sequence[int]],
-    manifest: Mapping[str, Any] | None,
+    file: str, ranks: Sequence[int], groups: Mapping[str, Sequence[int]], manifest: Mapping[str, Any] | None
 ) -> int:
     """Return the number of ranks: what the manifest says, else one more than the largest rank named."""
     if manifest is not None and "world" in manifest:
         world = manifest["world"]
         if type(world) is not int or world < 1:
-            raise TraceError(
-                f"{folder / MANIFEST}: world is {world!r}, not a number of ranks: write the set again"
-            )
+            raise TraceError(f"{file}: world is {world!r}, not a number of ranks: write the set again")
         return world
     return 1 + max(ranks[-1], *(rank for members in groups.values() for rank in members), 0)
 
@@ -147,138 +154,21 @@ def write_directory(
     *,
     prefix: str = "trace",
     force: bool = False,
+    resume: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write a trace set into a new folder, whole or not at all.
-
-    It is written to `<path>.partial` beside, the manifest last, and takes its name when it is complete. A
-    folder that stands there already is an error, or with `force` replaced then, if it holds a trace set and
-    nothing else. `progress` is called with the number of ranks written and of those to write.
-    """
-    folder = Path(path).absolute()
-    chosen = list(ranks)
-    assert all(0 <= rank < world for rank in chosen), (chosen, world)
-    assert "/" not in prefix, prefix
-    check_target(folder, force=force)
-    partial = folder.with_name(folder.name + ".partial")
-    with writing(folder):
-        clear(partial)
-        partial.mkdir(parents=True)
-        try:
-            for done, rank in enumerate(chosen, 1):
-                (partial / f"{prefix}.{rank}.et").write_bytes(rank_bytes(rank))
-                if progress is not None:
-                    progress(done, len(chosen))
-            (partial / GROUPS).write_text(groups_text(groups), encoding="utf-8")
-            (partial / MANIFEST).write_text(json_text({"world": world, **manifest}), encoding="utf-8")
-            put_in_place(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def check_target(folder: Path, *, force: bool) -> None:
-    """Raise if a set cannot take this name."""
-    if not folder.name:
-        raise TraceError(f"{folder} cannot be the folder of a trace set: give the name of a new folder")
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise TraceError(f"{folder} exists and is no folder: give the name of a new folder")
-    if not folder.exists():
-        return
-    if not force:
-        raise TraceError(f"{folder} exists already: give another folder, or force to replace the set in it")
-    with reading(folder):
-        foreign = find_foreign(folder)
-    if foreign:
-        raise TraceError(f"{folder} holds {foreign}, which is no part of a trace set: give another folder")
-
-
-def find_foreign(folder: Path) -> str | None:
-    """Return the name of an entry of a folder that no trace set has, or None."""
-    for entry in sorted(folder.iterdir()):
-        named = entry.name in (GROUPS, MANIFEST) or TRACE_NAME.fullmatch(entry.name)
-        if not named or entry.is_symlink() or not entry.is_file():
-            return entry.name
-    return None
-
-
-def clear(folder: Path) -> None:
-    """Remove what an interrupted run may have left under this name."""
-    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or find_foreign(folder))):
-        raise TraceError(f"{folder} is in the way and no trace set: move it elsewhere")
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
-def put_in_place(partial: Path, folder: Path) -> None:
-    """Give the complete set its name; an earlier one goes only when that has worked."""
-    if not folder.exists():
-        partial.rename(folder)
-        return
-    earlier = folder.with_name(folder.name + ".replaced")
-    clear(earlier)
-    folder.rename(earlier)
-    try:
-        partial.rename(folder)
-    except BaseException:
-        earlier.rename(folder)
-        raise
-    shutil.rmtree(earlier)
-
-
-def json_text(content: Mapping[str, Any]) -> str:
-    """Return an object as JSON text that depends on nothing but its content."""
-    return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def groups_text(groups: Mapping[str, Sequence[int]]) -> str:
-    """Return groups as JSON text, one a line, by number; members keep their ring order.
-
-    >>> print(groups_text({"2": [2, 3], "1": (0, 1)}), end="")
-    {
-    "1": [0, 1],
-    "2": [2, 3]
-    }
-    """
-    lines = (
-        f"{json.dumps(name)}: {json.dumps([int(rank) for rank in groups[name]])}" for name in order(groups)
-    )
-    return "{\n" + ",\n".join(lines) + "\n}\n" if groups else "{}\n"
-
-
-def order(groups: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the names of groups by number."""
-    return sorted(groups, key=lambda name: (len(name), name))
+    """Write a trace set whose ranks a function makes, as `stage.io.write.write_set` does."""
+    content = Content(world, list(ranks), None, groups, manifest, prefix)
+    engine = in_process(lambda chosen: map(rank_bytes, chosen))
+    write_set(path, content, engine, force=force, resume=resume, progress=progress)
 
 
 @contextmanager
-def naming(file: Path) -> Iterator[None]:
+def naming(file: str) -> Iterator[None]:
     """Put the name of the file in front of what is wrong with its content."""
     try:
         yield
     except TraceError as err:
-        if str(err).startswith(str(file.parent)):
+        if str(err).startswith(file.rpartition("/")[0]):
             raise
         raise TraceError(f"{file}: {err}") from err
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn an error of the system into one that says what could not be read."""
-    try:
-        yield
-    except OSError as err:
-        raise TraceError(
-            f"{path} cannot be read ({err.strerror or err}): check the path and its rights"
-        ) from err
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an error of the system into one that says what could not be written."""
-    try:
-        yield
-    except OSError as err:
-        why = err.strerror or err
-        raise TraceError(
-            f"{path} cannot be written ({why}), and nothing was: check space and rights"
-        ) from err

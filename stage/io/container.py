@@ -22,7 +22,7 @@ from pathlib import Path
 import zstandard
 
 from stage.errors import TraceError
-from stage.io.chakra import reading, writing
+from stage.io.store import reading, writing
 
 __all__ = [
     "MAX_MEMBER",

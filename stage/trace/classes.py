@@ -5,7 +5,8 @@ these are is a formula of the rank's place on the mesh, so any rank is made alon
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +15,13 @@ from stage.errors import TraceError
 from stage.mesh import Mesh
 from stage.trace.expand import ClassImage
 from stage.trace.groups import GroupTable
-from stage.trace.image import PEER_WIDTH, put_varints
+from stage.trace.stamp import Stamp
 
 __all__ = ["RankClasses"]
 
 Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+TOGETHER = 1024
 
 
 class RankClasses:
@@ -45,6 +48,7 @@ class RankClasses:
         self.groups = GroupTable(mesh, axes, placement)
         self._make = image
         self._images: dict[int, ClassImage] = {}
+        self._stamps: dict[int, Stamp] = {}
         self._position = None if placement is None else np.argsort(placement)
 
     @property
@@ -83,7 +87,9 @@ class RankClasses:
         """Drop the images that were not used for longest, but never the last one."""
         total = sum(image.memory for image in self._images.values())
         while total > keep and len(self._images) > 1:
-            total -= self._images.pop(next(iter(self._images))).memory
+            number = next(iter(self._images))
+            total -= self._images.pop(number).memory
+            self._stamps.pop(number, None)
 
     def digest(self, number: int) -> tuple[int, str]:
         """The length of a class's image and its SHA-256."""
@@ -94,26 +100,31 @@ class RankClasses:
 
     def rank(self, rank: int) -> Bytes:
         """The bytes of a rank's trace."""
-        position = self.position(rank)
-        image = self.image(self.of(rank))
-        data = image.data.copy()
-        for axes, where in image.groups.items():
-            data[where] = self._name(axes, position)
-        for distance, where in image.peers.items():
-            peer = np.full((1, 1), self._neighbour(position, distance), np.int64)
-            put_varints(data[None, :], where, peer, PEER_WIDTH)
-        return data
+        return next(self.each([rank])).copy()
 
-    def _name(self, axes: tuple[str, ...], position: int) -> Bytes:
-        """The name of the rank's group over `axes`, its length before it padded to the width that all of them have."""
-        name = str(self.groups.number(axes, position)).encode()
-        room = self.groups.width(axes) - len(name)
-        length = np.zeros((1, room), np.uint8)
-        put_varints(length, np.zeros(1, np.int64), np.full((1, 1), len(name), np.int64), room)
-        return np.concatenate([length[0], np.frombuffer(name, np.uint8)])
+    def each_bytes(self, ranks: Sequence[int]) -> Iterator[memoryview]:
+        """What `each` gives, as plain bytes in memory."""
+        return (data.data for data in self.each(ranks))
 
-    def _neighbour(self, position: int, distance: int) -> int:
-        """The rank `distance` stages further at the same place of the other axes."""
-        there = position + distance * self.ranks_per_class
-        assert 0 <= there < self.mesh.world, "a stage at the end has no such neighbour"
-        return self.rank_at(there)
+    def each(self, ranks: Sequence[int]) -> Iterator[Bytes]:
+        """The bytes of each of these ranks, in an array that the next one overwrites.
+
+        Neighbours of one class are prepared together, which makes a rank little more than a copy of bytes.
+        """
+        for start in range(0, len(ranks), TOGETHER):
+            for number, members in groupby(ranks[start : start + TOGETHER], key=self.of):
+                stamp = self._stamp(number)
+                for own in stamp.own(np.array([self.position(rank) for rank in members], np.int64)):
+                    yield stamp.print(own)
+
+    def _stamp(self, number: int) -> Stamp:
+        image = self.image(number)  # asked for first, so that it counts as used and stays
+        if number not in self._stamps:
+            self._stamps[number] = Stamp(image, self.groups, self._neighbours)
+        return self._stamps[number]
+
+    def _neighbours(self, positions: Ints, distance: int) -> Ints:
+        """The ranks `distance` stages further at the same places of the other axes."""
+        there = positions + distance * self.ranks_per_class
+        assert ((there >= 0) & (there < self.mesh.world)).all(), "a stage at the end has no such neighbour"
+        return there if self.placement is None else self.placement[there]

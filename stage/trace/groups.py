@@ -13,6 +13,9 @@ from stage.mesh import Mesh
 
 __all__ = ["PIPELINE_ENDS", "GroupTable"]
 
+Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+
 PIPELINE_ENDS = ("pp_ends",)
 
 
@@ -44,12 +47,33 @@ class GroupTable:
         """How many groups there are over these axes."""
         return self.mesh.world // (self.mesh.degree("pp") if axes == PIPELINE_ENDS else self.size(axes))
 
-    def number(self, axes: tuple[str, ...], position: int) -> int:
-        """The number of the group over `axes` that the rank at a position of the mesh belongs to."""
+    def numbers(self, axes: tuple[str, ...], positions: Ints) -> Ints:
+        """The numbers of the groups over `axes` that the ranks at these positions of the mesh belong to."""
         if axes == PIPELINE_ENDS:
-            rest = [name for name, _ in self.mesh.atoms if name != "pp"]
-            return self.first[axes] + position % self.mesh.degree(rest)
-        return self.first[axes] + self.mesh.group_index(axes, position)
+            return self.first[axes] + positions % (self.mesh.world // self.mesh.degree("pp"))
+        row = np.zeros_like(positions)
+        used = set(axes)
+        for atom, degree in self.mesh.atoms:
+            if atom not in used:
+                row = row * degree + positions // self.mesh.stride(atom) % degree
+        return self.first[axes] + row
+
+    def names(self, axes: tuple[str, ...], positions: Ints) -> Bytes:
+        """The names of these groups as strings in a trace: a length padded to make up for missing digits, digits.
+
+        >>> from stage.mesh import build_mesh
+        >>> table = GroupTable(build_mesh(dp=2, tp=16), [("dp",)])
+        >>> table.names(("dp",), np.array([0, 15])).tolist()
+        [[129, 128, 128, 128, 0, 49], [130, 128, 128, 0, 49, 54]]
+        """
+        numbers, width = self.numbers(axes, positions), self.width(axes)
+        counts = 1 + (numbers[:, None] >= 10 ** np.arange(1, width)).sum(axis=1)
+        names = np.empty((len(positions), width), np.uint8)
+        for count in np.unique(counts).tolist():
+            rows, room = counts == count, width - count
+            names[rows, :room] = [count | 0x80 if room > 1 else count, *[0x80] * (room - 2), 0][:room]
+            names[rows, room:] = numbers[rows, None] // 10 ** np.arange(count - 1, -1, -1) % 10 + ord("0")
+        return names
 
     def width(self, axes: tuple[str, ...]) -> int:
         """Bytes that hold any of these groups' names with a length of 1 to 5 bytes before it."""

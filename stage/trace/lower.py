@@ -111,8 +111,8 @@ class _Lowering:
         size = tensor.elements * self.concrete.width(tensor.dtype)
         if size != int(size):
             raise LayoutError(
-                f"{tensor.name} has {tensor.elements} elements on a device, which is no whole number: its tokens do not "
-                "divide by the ranks that share them; choose a batch or seq that does"
+                f"{tensor.name} has {tensor.elements} elements on a device: its tokens do not divide by the ranks that "
+                "share them; choose a batch or seq that does"
             )
         return TemplateNode(
             name=node.name,

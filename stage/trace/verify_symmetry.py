@@ -76,7 +76,7 @@ def check_formulas(classes: RankClasses, findings: Findings) -> dict[tuple[str, 
     groups, world = classes.groups, classes.mesh.world
     for axes, first in groups.first.items():
         rows = positions(classes, groups.members(axes))
-        numbers = np.array([groups.number(axes, at) for at in range(world)], np.int64)
+        numbers = groups.numbers(axes, np.arange(world, dtype=np.int64))
         for rule, text in problems(classes, axes, rows, numbers):
             findings.add(None, None, rule, f"groups over {' '.join(axes)}: {text}")
         found[axes] = np.where(members_of(classes, axes), numbers, 0)
