@@ -29,10 +29,10 @@ class DataParallel:
     reduced: set[int] = field(default_factory=set)
     whole: dict[int, int] = field(default_factory=dict)
     updated: int = -1
+    _fsdp: bool = field(init=False)
 
-    @property
-    def _fsdp(self) -> bool:
-        return self.step.sharding.zero == 3
+    def __post_init__(self) -> None:
+        self._fsdp = self.step.sharding.zero == 3
 
     def gather(self, unit: int, micro_batch: int, phase: str, free: int) -> int:
         """The node after which a block's parameters are whole; -1 where they always are, or there is no such block.

@@ -154,25 +154,26 @@ def _fill(scatter: Scatter, at: Ints, image: Image, rows: Ints) -> None:
 
     Numbers that instances share are put in first, once for all of them: a micro-batch has as many as layers.
     """
-    length, data = len(image.data), scatter.data
+    length = len(image.data)
     shared = _alike(rows[:, SHARED])
     firsts = rows[np.unique(shared, return_index=True)[1]]
     images = np.tile(image.data, (len(firsts), 1))
     places = np.arange(len(firsts)) * length
     _put_numbers(Scatter(images.reshape(-1)), places, image, firsts, [COLUMNS[k] for k in SHARED])
-    copies = list(images)
+    copies, whole = [row.data for row in images], scatter.data.data
     for start, number in zip(at.tolist(), shared.tolist(), strict=True):
-        data[start : start + length] = copies[number]
+        whole[start : start + length] = copies[number]
     _put_numbers(scatter, at, image, rows, ["layer", "bucket"])
+    word = np.uint32 if image.id_width <= 4 else np.uint64
     columns = np.concatenate([[BASE, FORWARD], np.arange(PORTS, rows.shape[1])])
-    values = rows[:, columns[image.ids[:, 1]]] + image.ids[:, 2]
+    values = rows.astype(word)[:, columns[image.ids[:, 1]]] + image.ids[:, 2].astype(word)
     scatter.put(at, image.ids[:, 0], varint_words(values, image.id_width), image.id_width)
 
 
 def _put_numbers(scatter: Scatter, at: Ints, image: Image, rows: Ints, names: Sequence[str]) -> None:
     """Put what instances are named by into their attributes and into their nodes' names."""
     for name in names:
-        numbers = rows[:, COLUMNS.index(name)][:, None]
+        numbers = rows[:, COLUMNS.index(name)][:, None].astype(np.uint64)
         if name in image.fields:
             width = FIELD_WIDTHS[name]
             scatter.put(at, image.fields[name], varint_words(numbers, width), width)
