@@ -5,6 +5,7 @@ the priority in which a consumer issues nodes that are free at the same time.
 """
 
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Final
 
 import numpy as np
@@ -19,6 +20,9 @@ Ints = NDArray[np.int64]
 STREAMS = ("compute", "comm", "recv")
 COLUMNS: Final = ("base", "forward", "layer", "micro_batch", "step", "tag", "bucket")
 """Columns of instances: their first id, that of the forward instance, and the numbers they are named by."""
+
+NONE: Final = repeat(-1)
+"""The id of a port that is connected to nothing, for each of them."""
 
 PORTS: Final = len(COLUMNS)
 """The first of the columns that hold an id for each port of the template, -1 for none."""
@@ -83,7 +87,7 @@ class Assembly:
         """Add an instance after all others and return its first id; ports that are streams connect by themselves."""
         placing = self._placing.get(id(template)) or self._learn(template)
         last, base = self._last, self.nodes
-        connected = [ports[p] if p in ports else last.get(p, -1) for p in placing.ports]
+        connected = map((last | ports).get, placing.ports, NONE)
         placing.rows.append((base, forward, layer, micro_batch, self.step, tag, bucket, *connected))
         for stream, offset in placing.lasts:
             last[stream] = base + offset

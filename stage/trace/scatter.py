@@ -22,7 +22,7 @@ class Scatter:
     """Bytes to write into."""
 
     def __init__(self, data: Bytes) -> None:
-        self.data = data
+        self.data, self.bytes = data, data.data
         self._views = {
             size: np.ndarray((max(0, len(data) - size + 1),), f"<u{size}", data.data, 0, (1,))
             for size in SIZES
