@@ -30,7 +30,7 @@ def expected(job: Job, rank: int) -> Iterator[TraceNode]:
     traces = TraceSet.of(job)
     position = traces.classes.position(rank)
     program = job.programs[position // traces.classes.ranks_per_class]
-    for instance in program.instances:
+    for instance in program.in_order():
         template = program.templates[instance.template]
         for index, node in enumerate(template.nodes):
             yield TraceNode(
@@ -57,8 +57,10 @@ def dependencies(template: Template, node: TemplateNode, instance: Instance) -> 
 
 
 def name(template: Template, node: TemplateNode, instance: Instance, style: NameStyle) -> str:
-    layer = f"{instance.layer:0{style.layer}}" if "layer" in template.numbers else ""
-    text = f"{template.block}{layer}.{node.name}/{node.phase}"
+    number = f"{instance.layer:0{style.layer}}" if "layer" in template.numbers else ""
+    if "bucket" in template.numbers:
+        number = f"{instance.bucket:03d}"
+    text = f"{template.block}{number}.{node.name}/{node.phase}"
     if "micro_batch" in template.numbers:
         text += f"/mb{instance.micro_batch:0{style.micro_batch}}"
     return text + (f"/step{instance.step:0{style.step}}" if style.step else "")
@@ -85,7 +87,7 @@ def attributes(
         yield "comm_tag", Attribute("int32_val", instance.tag)
     texts = {"op": node.op, "phase": node.phase, "dtype": node.dtype, "shapes": node.shapes}
     yield from ((key, Attribute("string_val", text)) for key, text in texts.items() if text)
-    for key in template.numbers:
+    for key in set(template.numbers) - {"bucket"}:
         yield key, Attribute("int32_val", int(getattr(instance, key)))
     if style.step:
         yield "step", Attribute("int32_val", instance.step)

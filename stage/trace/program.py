@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stage.trace.template import Template
 
-__all__ = ["COLUMNS", "PORTS", "Assembly", "Program"]
+__all__ = ["COLUMNS", "PORTS", "Assembly", "Instance", "Program"]
 
 Ints = NDArray[np.int64]
 
@@ -29,6 +29,21 @@ PORTS: Final = len(COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
+class Instance:
+    """One instance as plain values: the number of its template, its columns, and ids of its ports, -1 for none."""
+
+    template: int
+    base: int
+    forward: int
+    layer: int
+    micro_batch: int
+    step: int
+    tag: int
+    bucket: int
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """The templates of one rank class, and for each its instances, a row each; `nodes` is how many nodes they make."""
 
@@ -39,6 +54,15 @@ class Program:
     def counts(self) -> list[int]:
         """How many instances each template has."""
         return [len(rows) for rows in self.instances]
+
+    def in_order(self) -> list[Instance]:
+        """The instances in the order they run."""
+        found = [
+            Instance(number, **dict(zip(COLUMNS, row, strict=False)), ports=tuple(row[PORTS:]))
+            for number, rows in enumerate(self.instances)
+            for row in rows.tolist()
+        ]
+        return sorted(found, key=lambda instance: instance.base)
 
 
 @dataclass(slots=True)
