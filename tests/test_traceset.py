@@ -71,7 +71,8 @@ def test_group_numbers_are_compact_and_the_formula_is_the_table() -> None:
             for rank in made.ranks:
                 if axes == PIPELINE_ENDS and made.classes.of(rank) not in (0, options["pp"] - 1):
                     continue
-                assert rank in made.groups[str(groups.number(axes, made.classes.position(rank)))], (axes, rank)
+                (number,) = groups.numbers(axes, np.array([made.classes.position(rank)])).tolist()
+                assert rank in made.groups[str(number)], (axes, rank)
         used = {str(n.get("pg_name")) for rank in made.ranks for n in made.nodes(rank) if n.type == NodeType.COMM_COLL}
         assert used <= set(made.groups), "a stage that does not communicate over some axes has groups of them too"
         assert all(len(ranks) > 1 and len(set(ranks)) == len(ranks) for ranks in made.groups.values())

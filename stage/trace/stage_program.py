@@ -13,7 +13,7 @@ from stage.pipeline.schedule import Action, Phases, Pipeline
 from stage.pipeline.schedules import order
 from stage.trace.data_parallel import DataParallel
 from stage.trace.plan import StagePlan, StepPlan
-from stage.trace.program import NONE, PIPELINE_PHASES, Assembly, Program
+from stage.trace.program import NO_EARLIER, PIPELINE_PHASES, Assembly, Program
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
 __all__ = ["stage_program"]
@@ -109,7 +109,7 @@ class _Rank:
     def _place(
         self, at: int, template: Template, micro_batch: int, run: _Run | None = None, **ports: int
     ) -> int:
-        earlier = NONE if run is None else (run.forward, run.input)
+        earlier = NO_EARLIER if run is None else (run.forward, run.input)
         return self.assembly.place(template, self.plan.units[at].layer, micro_batch, earlier, **ports)
 
     def _receive(self, chunk: int, direction: int, micro_batch: int) -> int:
