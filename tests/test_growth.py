@@ -61,7 +61,7 @@ def work(counts: Counter[str], **options: Any) -> Counter[str]:
     clear_cache()  # sympy keeps the results of earlier work
     counts.clear()
     sizes = {**SIZES, "layers": options.pop("layers", 8)}
-    traces = synthesize("llama3-8b", sizes=sizes, seq=64, bucket_size=0, **options)
+    traces = synthesize("llama3-8b", sizes=sizes, seq=64, **options)
     for number in range(traces.classes.count):
         traces.classes.image(number)
     return Counter(counts)
@@ -100,14 +100,14 @@ def test_blocks_are_handled_once_for_each_kind(counts: Counter[str]) -> None:
 def test_a_stage_more_encodes_its_messages_and_its_data_parallel_work(counts: Counter[str]) -> None:
     few, many = work(counts, **JOB), work(counts, **{**JOB, "pp": 8, "batch": 32})
     assert few["expressions made exact"] == many["expressions made exact"]
-    assert many["templates encoded"] - few["templates encoded"] <= 4 * 7
+    assert many["templates encoded"] - few["templates encoded"] <= 4 * 9
     assert many["classes expanded"] == 8
 
 
 def test_buckets_of_one_size_are_one_template(counts: Counter[str]) -> None:
-    options = {**JOB, "pp": 1, "batch": 2}
+    options = {**JOB, "pp": 1, "batch": 2, "bucket_size": 300_000}
     few = work(counts, **{**options, "layers": 16})["templates encoded"]
-    assert work(counts, **{**options, "layers": 64})["templates encoded"] == few
+    assert work(counts, **{**options, "layers": 160})["templates encoded"] == few
 
 
 def test_a_rank_is_a_copy_of_its_class(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from stage.trace.expand import ClassImage
 from stage.trace.groups import PIPELINE_ENDS, GroupTable
 from stage.trace.image import PEER_WIDTH
 from stage.trace.spans import GROUP_NAME, Span, communication_spans
-from stage.trace.wire import read_trace
 
 __all__ = ["recognise_classes"]
 
@@ -87,10 +86,7 @@ def read_classes(source: DirectorySource, shape: Shape) -> RankClasses | None:
     """The classes that the files of the first ranks of each stage describe."""
     size = shape.mesh.world // shape.count
     firsts = [source.rank(shape.rank_at(number * size)) for number in range(shape.count)]
-    spans = []
-    for data in firsts:
-        list(read_trace(data)[1])
-        spans.append(list(communication_spans(data)))
+    spans = [list(communication_spans(data)) for data in firsts]
     axes = {span.axes for found in spans for span in found if span.name == GROUP_NAME}
     if not all(known(shape, names) for names in axes):
         return None

@@ -5,6 +5,7 @@ the priority in which a consumer issues nodes that are free at the same time.
 """
 
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Final
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from stage.trace.template import Template
 
-__all__ = ["COLUMNS", "PORTS", "Assembly", "Program"]
+__all__ = ["COLUMNS", "PORTS", "Assembly", "Instance", "Program"]
 
 Ints = NDArray[np.int64]
 
@@ -20,8 +21,26 @@ STREAMS = ("compute", "comm", "recv")
 COLUMNS: Final = ("base", "forward", "layer", "micro_batch", "step", "tag", "bucket")
 """Columns of instances: their first id, that of the forward instance, and the numbers they are named by."""
 
+NONE: Final = repeat(-1)
+"""The id of a port that is connected to nothing, for each of them."""
+
 PORTS: Final = len(COLUMNS)
 """The first of the columns that hold an id for each port of the template, -1 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One instance as plain values: the number of its template, its columns, and ids of its ports, -1 for none."""
+
+    template: int
+    base: int
+    forward: int
+    layer: int
+    micro_batch: int
+    step: int
+    tag: int
+    bucket: int
+    ports: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +54,15 @@ class Program:
     def counts(self) -> list[int]:
         """How many instances each template has."""
         return [len(rows) for rows in self.instances]
+
+    def in_order(self) -> list[Instance]:
+        """The instances in the order they run."""
+        found = [
+            Instance(number, **dict(zip(COLUMNS, row, strict=False)), ports=tuple(row[PORTS:]))
+            for number, rows in enumerate(self.instances)
+            for row in rows.tolist()
+        ]
+        return sorted(found, key=lambda instance: instance.base)
 
 
 @dataclass(slots=True)
@@ -83,7 +111,7 @@ class Assembly:
         """Add an instance after all others and return its first id; ports that are streams connect by themselves."""
         placing = self._placing.get(id(template)) or self._learn(template)
         last, base = self._last, self.nodes
-        connected = [ports[p] if p in ports else last.get(p, -1) for p in placing.ports]
+        connected = map((last | ports).get, placing.ports, NONE)
         placing.rows.append((base, forward, layer, micro_batch, self.step, tag, bucket, *connected))
         for stream, offset in placing.lasts:
             last[stream] = base + offset

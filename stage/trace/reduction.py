@@ -8,26 +8,22 @@ from stage.trace.buckets import Bucket
 from stage.trace.plan import StepPlan
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
-__all__ = ["bucket_name", "reduction_key", "reduction_template"]
+__all__ = ["bucket_digits", "bucket_key", "bucket_kind", "reduction_template"]
 
 
-def bucket_name(index: int, bucket: Bucket) -> str:
-    """`bucket000`, `expert_bucket001`: dense buckets count first."""
-    return f"{_kind(bucket)}{index:03d}"
-
-
-def reduction_key(index: int, bucket: Bucket, step: StepPlan, phase: str) -> tuple[object, ...]:
-    """What the template of a bucket depends on."""
-    owned = bucket.owned(step.mesh)
-    return bucket.elements, owned, bucket.shard, bucket.replicate, bucket.expert, _digits(index), phase
-
-
-def _kind(bucket: Bucket) -> str:
+def bucket_kind(bucket: Bucket) -> str:
+    """What a bucket is called, in `bucket000` or `expert_bucket001`: dense buckets count first."""
     return "expert_bucket" if bucket.expert else "bucket"
 
 
-def _digits(index: int) -> int:
+def bucket_digits(index: int) -> int:
+    """How many digits the number of a bucket has."""
     return len(f"{index:03d}")
+
+
+def bucket_key(index: int, bucket: Bucket, what: str) -> tuple[object, ...]:
+    """What a template of a bucket depends on; `what` it does for the bucket."""
+    return what, bucket.elements, bucket.shard, bucket.replicate, bucket.expert, bucket_digits(index)
 
 
 def reduction_template(index: int, bucket: Bucket, step: StepPlan, phase: str) -> Template:
@@ -42,4 +38,6 @@ def reduction_template(index: int, bucket: Bucket, step: StepPlan, phase: str) -
     if bucket.replicate:
         elements = bucket.owned(step.mesh)
         nodes.append(step.collective("all_reduce", "all_reduce", elements, bucket.replicate, after, phase))
-    return Template(_kind(bucket), phase, chain(nodes), numbers=("bucket",), digits=_digits(index))
+    return Template(
+        bucket_kind(bucket), phase, chain(nodes), numbers=("bucket",), digits=bucket_digits(index)
+    )

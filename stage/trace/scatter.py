@@ -4,6 +4,8 @@ A field of some bytes is written as a word, through a view of the bytes in which
 copy for up to four bytes at a place, where a copy for each byte takes three times as long.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,7 +13,7 @@ __all__ = ["Scatter", "digit_words", "varint_words"]
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
-Words = NDArray[np.uint64]
+Words = NDArray[np.unsignedinteger[Any]]
 
 SIZES = (4, 2, 1)
 
@@ -20,7 +22,7 @@ class Scatter:
     """Bytes to write into."""
 
     def __init__(self, data: Bytes) -> None:
-        self.data = data
+        self.data, self.bytes = data, data.data
         self._views = {
             size: np.ndarray((max(0, len(data) - size + 1),), f"<u{size}", data.data, 0, (1,))
             for size in SIZES
@@ -40,31 +42,33 @@ class Scatter:
         for size in SIZES:
             while width - done >= size:
                 view = self._views[size]
-                view[where + done if done else where] = (words >> np.uint64(8 * done)).astype(view.dtype)
+                rest = words >> words.dtype.type(8 * done) if done else words
+                view[where + done if done else where] = rest.astype(view.dtype, copy=False)
                 done += size
 
 
-def varint_words(values: Ints, width: int) -> Words:
-    """Numbers as varints padded to a width of up to 8 bytes.
+def varint_words(values: Words, width: int) -> Words:
+    """Numbers as varints padded to a width of up to 4 bytes, or 8 where they are 64 bits wide.
 
-    >>> [hex(word) for word in varint_words(np.array([1, 300]), 3).tolist()]
+    >>> [hex(word) for word in varint_words(np.array([1, 300], np.uint32), 3).tolist()]
     ['0x8081', '0x82ac']
     """
-    whole = values.astype(np.uint64)
-    words = whole & np.uint64(0x7F)
+    kind = values.dtype.type
+    words = values & kind(0x7F)
     for k in range(1, width):
-        words |= (whole << np.uint64(k)) & np.uint64(0x7F << 8 * k)
-    return words | np.uint64(sum(0x80 << 8 * k for k in range(width - 1)))
+        words |= (values << kind(k)) & kind(0x7F << 8 * k)
+    words |= kind(sum(0x80 << 8 * k for k in range(width - 1)))
+    return words
 
 
-def digit_words(numbers: Ints, count: int) -> Words:
+def digit_words(numbers: Words, count: int) -> Words:
     """Numbers as text of `count` digits, at most 8.
 
-    >>> int(digit_words(np.array([42]), 3)[0]).to_bytes(3, "little")
+    >>> int(digit_words(np.array([42], np.uint64), 3)[0]).to_bytes(3, "little")
     b'042'
     """
     words = np.zeros(numbers.shape, np.uint64)
     for k in range(count):
-        digit = numbers // 10 ** (count - 1 - k) % 10 + ord("0")
-        words |= digit.astype(np.uint64) << np.uint64(8 * k)
+        digit = numbers // np.uint64(10 ** (count - 1 - k)) % np.uint64(10) + np.uint64(ord("0"))
+        words |= digit << np.uint64(8 * k)
     return words

@@ -21,7 +21,7 @@ class _Stage:
     def __init__(self, plan: StagePlan, step: StepPlan) -> None:
         self.plan, self.step = plan, step
         self.assembly = Assembly()
-        self.forwards: dict[tuple[int, int], tuple[int, int]] = {}
+        self.forwards: dict[int, list[tuple[int, int]]] = {}
         self.data = DataParallel(plan, step, self.assembly)
         ends = (("recv", -1, FORWARD), ("send", 1, FORWARD), ("recv", 1, BACKWARD), ("send", -1, BACKWARD))
         self.pipes = {(kind, peer): _message(kind, peer, direction, step) for kind, peer, direction in ends}
@@ -49,10 +49,11 @@ class _Stage:
         x = self._exchange("recv", -1, FORWARD, micro_batch)
         assembly, gather = self.assembly, self.data.gather
         weights = gather(0, micro_batch, "forward", assembly.last("compute"))
+        forwards = self.forwards[micro_batch] = []
         for i, unit in enumerate(self.plan.units):
             before = assembly.last("compute")
             base = assembly.place(unit.forward, unit.layer, micro_batch, x=x, weights=weights)
-            self.forwards[i, micro_batch] = base, x
+            forwards.append((base, x))
             x = _output(unit.forward, base, -1, x)
             weights = gather(i + 1, micro_batch, "forward", before)
         self._exchange("send", 1, FORWARD, micro_batch, x)
@@ -61,10 +62,11 @@ class _Stage:
         dy = self._exchange("recv", 1, BACKWARD, micro_batch)
         assembly, gather, units = self.assembly, self.data.gather, self.plan.units
         weights = gather(len(units) - 1, micro_batch, "backward", assembly.last("compute"))
+        forwards = self.forwards.pop(micro_batch)
         for i in reversed(range(len(units))):
             unit = units[i]
             ahead = gather(i - 1, micro_batch, "backward", assembly.last("compute"))
-            forward, x = self.forwards.pop((i, micro_batch))
+            forward, x = forwards[i]
             template = unit.backward
             base = assembly.place(template, unit.layer, micro_batch, forward, x=x, dy=dy, weights=weights)
             dy = _output(template, base, forward, dy)

@@ -5,7 +5,7 @@ of one rank's trace, every other byte is the same on all ranks, and every rank i
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from stage.trace.classes import RankClasses
 from stage.trace.expand import ClassImage
 from stage.trace.image import PEER_WIDTH, Ints
 from stage.trace.report import Findings
-from stage.trace.spans import GROUP_NAME, Span, communication_spans
+from stage.trace.spans import GROUP_NAME, Span, communication_spans, span_value
 from stage.trace.verify_record import RankRecord
 
 __all__ = ["ClassPatches", "tables_fit"]
@@ -63,7 +63,7 @@ class ClassPatches:
 
     def check(self) -> None:
         """Report every entry of a table that is no such field, and every field that should be in one."""
-        self.spans = spans_by_start(self.data)
+        self.spans = {span.start: span for span in communication_spans(self.data)}
         for axes, rows in self.image.groups.items():
             self._table(axes, rows, self._width(axes))
         for distance, starts in self.image.peers.items():
@@ -121,10 +121,10 @@ class ClassPatches:
                 rank, None, "patch", "differs from other ranks of its class in more than groups and peers"
             )
             return
-        spans = spans_by_start(data)
         for start, key in self.patched.items():
-            for rule, text in self._varying(spans[start], key, position):
-                self.findings.add(rank, self.record.ident(spans[start].node), rule, text)
+            span = replace(self.spans[start], value=span_value(data, self.spans[start]))
+            for rule, text in self._varying(span, key, position):
+                self.findings.add(rank, self.record.ident(span.node), rule, text)
 
     def _varying(self, span: Span, key: tuple[str, ...] | int, position: int) -> Iterator[tuple[str, str]]:
         """What is wrong with a field that the rank at a position has for itself."""
@@ -159,8 +159,3 @@ class ClassPatches:
     def _common(self, group: int, own: slice) -> bool:
         """Whether a group has all ranks of the class."""
         return any(bool(np.all(numbers[own] == group)) for numbers in self.numbers.values())
-
-
-def spans_by_start(data: bytes) -> dict[int, Span]:
-    """The fields of a trace that may differ between ranks, by their first byte."""
-    return {span.start: span for span in communication_spans(data)}
