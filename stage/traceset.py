@@ -18,9 +18,10 @@ from stage.io.store import is_url
 from stage.io.write import Content, write_set
 from stage.mesh import Mesh
 from stage.trace.classes import RankClasses
-from stage.trace.expand import ClassImage, expand
+from stage.trace.expand import ClassImage, Encoded, expand
 from stage.trace.groups import GroupTable
 from stage.trace.image import NameStyle, Widths
+from stage.trace.limits import exceeded
 from stage.trace.node import TraceNode
 from stage.trace.program import Program
 from stage.trace.totals import totals
@@ -56,8 +57,10 @@ class Job:
         widths = Widths(ids, {key: groups.width(key) for key in axes})
         header = frame(encode_metadata(SCHEMA_VERSION))
 
+        encoded: Encoded = {}
+
         def image(number: int) -> ClassImage:
-            return expand(self.programs[number], self.style, widths, header)
+            return expand(self.programs[number], self.style, widths, header, encoded)
 
         return RankClasses(self.mesh, axes, len(self.programs), image, self.placement)
 
@@ -121,6 +124,12 @@ class TraceSet:
             "groups": self.classes.groups.count,
             "classes": [self._class_entry(number) for number in range(self.classes.count)],
         }
+
+    @property
+    def warnings(self) -> list[str]:
+        """Limits of single consumers that the job exceeds."""
+        tag = max((summary.get("largest_tag", 0) for summary in self.summaries), default=0)
+        return [text for _, text in exceeded(self.world, self.classes.groups.count, tag)]
 
     def _class_entry(self, number: int) -> dict[str, Any]:
         size, sha256 = self.classes.digest(number)

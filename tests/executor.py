@@ -23,7 +23,7 @@ from tests import functions, kernels, oracle
 from tests.kernels import Call, Local
 
 Floats = npt.NDArray[Any]
-KERNELS = kernels.KERNELS | functions.KERNELS
+KERNELS = {**kernels.KERNELS, **functions.KERNELS}
 
 
 def place(x: Floats, layout: Layout, mesh: Mesh, rng: np.random.Generator) -> Floats:
@@ -121,11 +121,11 @@ class Executor:
     def run(self, graph: Graph) -> None:
         for node in graph.nodes:
             if "step" in node.attrs:
-                self._reshard(graph, node)
+                self._reshard(node)
             else:
                 self._compute(graph, node)
 
-    def _reshard(self, graph: Graph, node: Node) -> None:
+    def _reshard(self, node: Node) -> None:
         (source,), (result,) = node.inputs, node.outputs
         step = node.attrs["step"]
         assert node.op == step.kind, f"{node.name} is a {step.kind}"
@@ -211,4 +211,4 @@ def execute(
     return ahead, behind
 
 
-assert UNORDERED == {"slots", "sources"}, "the executor knows these dims without order"
+assert {"slots", "sources"} == UNORDERED, "the executor knows these dims without order"

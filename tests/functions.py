@@ -22,8 +22,9 @@ def swiglu(gate: Floats, up: Floats, *weights: Floats) -> Floats:
 
 def clamped_swiglu(gate: Floats, up: Floats) -> Floats:
     """That of gpt-oss: gate at most 7, up between -7 and 7 and one more."""
-    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
-    return gate * sigmoid(1.702 * gate) * (up + 1)
+    low = np.minimum(gate, 7)
+    result: Floats = low * sigmoid(1.702 * low) * (np.clip(up, -7, 7) + 1)
+    return result
 
 
 FUNCTIONS: dict[str, Callable[..., Floats]] = {

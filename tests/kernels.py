@@ -130,8 +130,9 @@ def contract_group(call: Call) -> list[Floats]:
 def contract_group_dgrad(call: Call) -> list[Floats]:
     n = call.attrs["parts"]
     out = call.results[0]
-    total = sum(einsum(dy, w, out) for dy, w in zip(call.operands[:n], call.operands[n : 2 * n], strict=True))
-    return [total + sum(x.value for x in call.operands[2 * n :])]
+    pairs = zip(call.operands[:n], call.operands[n : 2 * n], strict=True)
+    parts = [*(einsum(dy, w, out) for dy, w in pairs), *(x.value for x in call.operands[2 * n :])]
+    return [np.sum(parts, axis=0)]
 
 
 def contract_group_wgrad(call: Call) -> list[Floats]:
@@ -274,7 +275,7 @@ def join(call: Call) -> list[Floats]:
     return [np.concatenate([np.broadcast_to(p, (*out.shape[:-1], p.shape[-1])) for p in parts], axis=-1)]
 
 
-KERNELS: dict[str, Callable[[Call], list[Floats]]] = {
+KERNELS: Mapping[str, Callable[[Call], list[Floats]]] = {
     f.__name__: f
     for f in (
         *(contract, contract_group, contract_group_dgrad, contract_group_wgrad, norm, norm_backward, rope, join),

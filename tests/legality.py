@@ -115,7 +115,8 @@ class Checker:
         fresh = tuple(name for name in names if name is not None and name not in known)
         if fresh:  # a result made of a whole operand may be sharded on a dim that none of them has
             dims = tuple(expected.dims[names.index(name)] for name in fresh)
-            operands.append((fresh, Layout(dims, invariant=operands[0][1].invariant)))
+            held = operands[0][1].invariant.difference(*dims)
+            operands.append((fresh, Layout(dims, invariant=held)))
         try:
             found = local_result(
                 operands, names, self.mesh.names, linear=bool(term.linear), additive=term.additive,

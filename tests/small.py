@@ -1,5 +1,7 @@
 """One published model of every family, cut down to sizes that simulate in milliseconds, and meshes to split them by."""
 
+from typing import Any
+
 from stage.catalog import load_strategy
 from stage.request import Request, resolve_request
 
@@ -41,10 +43,10 @@ MESHES: tuple[dict[str, int], ...] = (
 )
 
 
-def request(model: str, strategy: str, *, sizes: dict[str, int] | None = None, **options: object) -> Request:
+def request(model: str, strategy: str, **options: Any) -> Request:
     """A job of a small model; the batch is one sequence for each of its data-parallel ranks unless given."""
-    options.setdefault("vocab_multiple", 8)
-    return resolve_request(model, strategy, sizes=MODELS[model] | (sizes or {}), **options)  # type: ignore[arg-type]
+    sizes = MODELS[model] | (options.pop("sizes", None) or {})
+    return resolve_request(model, strategy, sizes=sizes, **{"vocab_multiple": 8} | options)
 
 
 def uses(strategy: str, mesh: dict[str, int]) -> bool:

@@ -6,9 +6,9 @@ The library functions are recorded here, not run: `test_cli_end_to_end.py` runs 
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -24,6 +24,7 @@ class Recorder:
     """Stands in for `stage.synthesize` and for the TraceSet that it returns."""
 
     calls: list[tuple[tuple[object, ...], dict[str, object]]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def __call__(self, *args: object, **options: object) -> "Recorder":
         self.calls.append((args, options))
@@ -135,15 +136,34 @@ def test_synth_prints_a_summary_in_both_forms(capsys: Capture) -> None:
     assert "bytes    5,000,000 (4.768 MiB)" in shown
     assert main(["synth", "m", "--out", "t", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert list(report) == ["out", "ranks", "classes", "nodes", "bytes", "seconds"]
+    assert list(report) == ["out", "ranks", "classes", "nodes", "bytes", "seconds", "warnings"]
     assert (report["ranks"], report["bytes"]) == (8, 5_000_000)
+
+
+def test_synth_says_in_one_line_what_no_consumer_takes(recorder: Recorder, capsys: Capture) -> None:
+    recorder.warnings = ["many groups", "long tags"]
+    assert main(["synth", "m", "--out", "t"]) == 0
+    assert capsys.readouterr().err == "stage: warning: many groups; long tags\n"
+    assert main(["synth", "m", "--out", "t", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["warnings"] == recorder.warnings
+    assert captured.err == ""
 
 
 def test_synth_writes_a_bundle_where_it_is_asked_to(recorder: Recorder, capsys: Capture) -> None:
     assert main(["synth", "m", "--format", "bundle", "--out", "t.stage", "--force", "--json"]) == 0
     assert recorder.calls[-1] == (("t.stage",), {"force": True, "progress": None})
     report = json.loads(capsys.readouterr().out)
-    assert list(report) == ["out", "ranks", "classes", "nodes", "bytes", "bundle_bytes", "seconds"]
+    assert list(report) == [
+        "out",
+        "ranks",
+        "classes",
+        "nodes",
+        "bytes",
+        "bundle_bytes",
+        "seconds",
+        "warnings",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -369,6 +389,7 @@ class Defect:
 class Report:
     defects: tuple[Defect, ...]
     unchecked: tuple[str, ...] = ()
+    warnings: tuple[Defect, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -383,29 +404,43 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> N
 
 
 def test_verify_exits_1_on_defects(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    stand_in(monkeypatch, "stage.traceset", TraceSet=SimpleNamespace(open=lambda path: path))
     defect = Defect(0, 7, "dependency", "node 7 waits for node 9, which is not in the file")
-    stand_in(monkeypatch, "stage.trace.verify", verify=lambda _: Report((defect,), ("ranks 1 to 3",)))
+    warning = Defect(None, None, "descriptors", "many files")
+    report = Report((defect,), ("ranks 1 to 3",), (warning, replace(warning, rank=2)))
+    stand_in(monkeypatch, "stage.verification", verify_path=lambda *_, **__: report)
     assert main(["verify", "t", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {
         "ok": False,
         "defects": [{"rank": 0, "node": 7, "rule": "dependency", "message": defect.message}],
+        "warnings": [
+            {"rank": None, "node": None, "rule": "descriptors", "message": "many files"},
+            {"rank": 2, "node": None, "rule": "descriptors", "message": "many files"},
+        ],
         "unchecked": ["ranks 1 to 3"],
     }
     assert main(["verify", "t"]) == 1
     assert capsys.readouterr().out == (
         "rank  node  rule        message\n"
         f"   0     7  dependency  {defect.message}\n"
+        "warning: many files\n"
+        "warning: rank 2: many files\n"
         "not checked: ranks 1 to 3\n"
         "t: 1 defect\n"
     )
 
 
 def test_verify_exits_0_without_defects(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    stand_in(monkeypatch, "stage.traceset", TraceSet=SimpleNamespace(open=lambda path: path))
-    stand_in(monkeypatch, "stage.trace.verify", verify=lambda _: Report(()))
+    asked: list[tuple[str, bool]] = []
+
+    def verify_path(path: str, *, exhaustive: bool) -> Report:
+        asked.append((path, exhaustive))
+        return Report(())
+
+    stand_in(monkeypatch, "stage.verification", verify_path=verify_path)
     assert main(["verify", "t"]) == 0
     assert capsys.readouterr().out == "t: no defect\n"
+    assert main(["verify", "t", "--exhaustive"]) == 0
+    assert asked == [("t", False), ("t", True)]
 
 
 def test_export_lists_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:

@@ -37,7 +37,10 @@ def test_a_job_from_synthesis_to_summary(tmp_path: Path, capsys: Capture) -> Non
     assert report["seconds"] > 0
 
     assert main(["verify", str(out), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"ok": True, "defects": [], "unchecked": []}
+    sound = {"ok": True, "defects": [], "warnings": [], "unchecked": []}
+    assert json.loads(capsys.readouterr().out) == sound
+    assert main(["verify", str(out), "--exhaustive", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == sound
     assert main(["show", str(out)]) == 0
     assert main(["show", str(out), "--rank", "7", "--json"]) == 0
     capsys.readouterr()
@@ -50,6 +53,7 @@ def test_a_bundle_from_synthesis_to_summary(tmp_path: Path, capsys: Capture) -> 
     assert synth(JOB, bundle, "--format", "bundle", "--json") == 0
     made = json.loads(capsys.readouterr().out)
     assert made["bundle_bytes"] == bundle.stat().st_size
+    assert made.pop("warnings") == []
     assert main(["unpack", str(bundle), "--out", str(out), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {**report, "out": 0, "seconds": 0, "bundle_bytes": 0} == {
@@ -65,8 +69,10 @@ def test_a_bundle_from_synthesis_to_summary(tmp_path: Path, capsys: Capture) -> 
     assert main(["unpack", str(bundle), "--out", str(out), "--ranks", "0-1,6", "--force"]) == 0
     assert sorted(path.name for path in out.glob("*.et")) == ["trace.0.et", "trace.1.et", "trace.6.et"]
     capsys.readouterr()
-    assert main(["verify", str(bundle), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"ok": True, "defects": [], "unchecked": []}
+    for option in ([], ["--exhaustive"]):
+        assert main(["verify", str(bundle), "--json", *option]) == 0
+        sound = {"ok": True, "defects": [], "warnings": [], "unchecked": []}
+        assert json.loads(capsys.readouterr().out) == sound
     for more in ([], ["--rank", "7"]):
         shown = []
         for path in (direct, bundle):

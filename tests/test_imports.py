@@ -37,6 +37,7 @@ LEVELS = (
     ("catalog", "io"),
     ("request",),
     ("traceset",),
+    ("verification",),
     ("synthesis",),
     ("summary",),
     ("cli",),

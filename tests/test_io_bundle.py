@@ -183,7 +183,7 @@ def test_bundles_of_earlier_releases_are_read() -> None:
 @pytest.mark.parametrize("name", JOBS)
 def test_the_reader_of_the_documentation_reads_every_rank(tmp_path: Path, name: str) -> None:
     text = (ROOT / "docs" / "bundle.md").read_text()
-    (code,) = re.findall(r"```python\n(import json.*?)```", text, flags=re.DOTALL)
+    (code,) = re.findall(r"```python[^\n]*\n(import json.*?)```", text, flags=re.DOTALL)
     reader: dict[str, Any] = {}
     exec(code, reader)  # noqa: S102
     members = reader["read_bundle"](written(tmp_path, job(name)))

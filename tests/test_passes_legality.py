@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from stage.request import Request
 from stage.synthesis import sharded_block, symbol_values
 from tests.executor import Executor
 from tests.legality import Checker
-from tests.small import CASES, MODELS, name_of, request
+from tests.small import CASES, name_of, request
 
-OPTIONS = [{}, {"recompute": "full", "attention": "unfused"}, {"recompute": "selective", "dropout": True}]
+OPTIONS: list[dict[str, Any]] = [{}, {"recompute": "full", "attention": "unfused"}, {"recompute": "selective", "dropout": True}]
 
 
 def checker(job: Request) -> Checker:
@@ -37,9 +38,9 @@ def duals(both: Differentiated, atoms: tuple[str, ...]) -> list[str]:
         primal = name.removeprefix("d.")
         if primal not in both.forward.layouts:
             primal = re.sub(r"\.\d+$", "", primal)
-        if name.startswith("d.") and primal in both.forward.layouts:
-            if layout != both.forward.layouts[primal].dual(atoms):
-                found.append(name)
+        known = both.forward.layouts.get(primal) if name.startswith("d.") else None
+        if known is not None and layout != known.dual(atoms):
+            found.append(name)
     return found
 
 
@@ -85,11 +86,5 @@ def test_the_check_notices_a_wrong_layout() -> None:
             layout = both.forward.layouts[name]
             wrong = Layout(layout.dims, frozenset(), frozenset()) if layout.invariant or layout.pending else None
             if wrong is not None:
-                changed = replace(both.forward, layouts=both.forward.layouts | {name: wrong})
+                changed = replace(both.forward, layouts={**both.forward.layouts, name: wrong})
                 assert list(checker(job).defects(changed)), f"{name} as {wrong} passes"
-
-
-def test_models_here_are_of_every_family() -> None:
-    from stage.catalog import load_model
-
-    assert len({load_model(name).origin for name in MODELS}) == len(MODELS)

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["formula", "print_json", "print_report", "print_table", "progress_bar", "quantity"]
+__all__ = [
+    "formula",
+    "print_json",
+    "print_report",
+    "print_table",
+    "print_warning",
+    "progress_bar",
+    "quantity",
+]
 
 Progress = Callable[[int, int], None]
 REDRAW_SECONDS = 0.1
@@ -30,6 +38,11 @@ UNITS = (("bytes", "B"), ("flops", "FLOP"), ("_ops", "FLOP"))
 def print_json(value: Mapping[str, object]) -> None:
     """Print one JSON object, in the order of its keys."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_warning(text: str) -> None:
+    """Print one line on standard error."""
+    sys.stderr.write(f"stage: warning: {text}\n")
 
 
 def print_report(report: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Printing what `stage show` says of a model: counts first, then the closed forms of its blocks."""
+"""Printing what `stage show` says: counts and closed forms of a model, classes of a trace set and what they send."""
 
 from collections.abc import Iterable, Mapping
 from textwrap import fill
@@ -6,7 +6,7 @@ from typing import Any
 
 from stage.cli.output import formula, print_report, print_table, quantity
 
-__all__ = ["print_model"]
+__all__ = ["print_model", "print_traces"]
 
 PHASES = ("forward", "backward")
 WIDTH = 80
@@ -21,6 +21,35 @@ def print_model(report: Mapping[str, Any]) -> None:
     _section("blocks, one of each kind", report["blocks"])
     if "closed_forms" in report:
         _print_forms(report["closed_forms"])
+
+
+def print_traces(report: Mapping[str, Any]) -> None:
+    """Print the summary of a trace set or of a rank; classes that do the same share a row."""
+    shared = {
+        key: _merged(report[key]) if key in report and "rank" not in report else report.get(key)
+        for key in ("classes", "communication")
+    }
+    print_report({key: shared.get(key, value) for key, value in report.items()})
+
+
+def _merged(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows that differ in their class alone as one, with the classes as ranges."""
+    found: dict[str, tuple[Mapping[str, Any], list[int]]] = {}
+    for row in rows:
+        rest = {key: value for key, value in row.items() if key not in ("class", "first_rank")}
+        found.setdefault(str(rest), (rest, []))[1].append(int(row["class"]))
+    return [{"class": _ranges(classes), **rest} for rest, classes in found.values()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers as text: `0`, `1-14`, `1-3 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _print_sizes(title: str, sizes: Mapping[str, Any]) -> None:

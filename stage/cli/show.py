@@ -5,9 +5,9 @@ from typing import Annotated
 import typer
 
 from stage.cli.options import Attention, Batch, Json, Mask, Mtp, Seq, Sizes, StrategyName, complete_model
-from stage.cli.output import print_json, print_report
+from stage.cli.output import print_json
 from stage.cli.parse import parse_sizes
-from stage.cli.report import print_model
+from stage.cli.report import print_model, print_traces
 from stage.cli.source import is_trace_set, open_source
 from stage.errors import StageError
 
@@ -82,7 +82,7 @@ def show(
         from stage.summary import trace_summary
 
         report = trace_summary(open_source(target), rank=rank)
-        (print_json if json else print_report)(report)
+        (print_json if json else print_traces)(report)
         return
     if rank is not None:
         raise StageError(f"{target}: holds no traces, so it has no rank {rank}; --rank is for trace sets")

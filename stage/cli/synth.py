@@ -20,7 +20,7 @@ from stage.cli.options import (
     Sizes,
     StrategyName,
 )
-from stage.cli.output import interruptible, print_json, print_report, progress_bar
+from stage.cli.output import interruptible, print_json, print_report, print_warning, progress_bar
 from stage.cli.parse import parse_ranks, parse_sizes, parse_stage_layers, read_placement
 from stage.errors import StageError
 
@@ -230,4 +230,9 @@ def synth(
                 out, ranks=wanted, force=force, resume=resume, jobs=jobs, dask=dask, progress=progress
             )
     report = {"out": out, **summary, "seconds": round(time.perf_counter() - started, 3)}
-    (print_json if json else print_report)(report)
+    if json:
+        print_json(report | {"warnings": traces.warnings})
+        return
+    print_report(report)
+    if traces.warnings:
+        print_warning("; ".join(traces.warnings))

@@ -65,6 +65,10 @@ class RankClasses:
             )
         return rank if self._position is None else int(self._position[rank])
 
+    def rank_at(self, position: int) -> int:
+        """The rank that stands at a position of the mesh."""
+        return position if self.placement is None else int(self.placement[position])
+
     def of(self, rank: int) -> int:
         """The class of a rank."""
         return self.position(rank) // self.ranks_per_class

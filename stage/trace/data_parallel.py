@@ -6,16 +6,20 @@ parameters before its forward and again before its backward, one block ahead of 
 gradients. What the nodes are is said by `fsdp`, `reduction` and `optimizer`; here is when they run.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from stage.trace.buckets import Bucket
 from stage.trace.fsdp import gather_template, scatter_template
-from stage.trace.optimizer import update_template
+from stage.trace.optimizer import adam_template, gather_bucket_template, update_template
 from stage.trace.plan import StagePlan, StepPlan
 from stage.trace.program import Assembly
-from stage.trace.reduction import reduction_template
+from stage.trace.reduction import bucket_key, reduction_template
 from stage.trace.template import Template
 
 __all__ = ["DataParallel"]
+
+Make = Callable[[int, Bucket, StepPlan], Template]
 
 
 @dataclass(slots=True)
@@ -25,14 +29,20 @@ class DataParallel:
     plan: StagePlan
     step: StepPlan
     assembly: Assembly
-    templates: dict[tuple[str, ...], Template] = field(default_factory=dict)
+    templates: dict[tuple[object, ...], Template] = field(default_factory=dict)
     reduced: set[int] = field(default_factory=set)
     whole: dict[int, int] = field(default_factory=dict)
     updated: int = -1
+    _fsdp: bool = field(init=False)
+    _completed: dict[int, list[int]] = field(default_factory=dict)
 
-    @property
-    def _fsdp(self) -> bool:
-        return self.step.sharding.zero == 3
+    def __post_init__(self) -> None:
+        self._fsdp = self.step.sharding.zero == 3
+        buckets = enumerate(self.plan.buckets)
+        for i, bucket in sorted(
+            buckets, key=lambda item: not item[1].expert
+        ):  # experts stand behind attention
+            self._completed.setdefault(bucket.unit, []).append(i)
 
     def gather(self, unit: int, micro_batch: int, phase: str, free: int) -> int:
         """The node after which a block's parameters are whole; -1 where they always are, or there is no such block.
@@ -54,8 +64,8 @@ class DataParallel:
         template = self.templates[key]
         if not template.nodes:
             return -1
-        placed = self.assembly.place(template, layer=plan.layer, micro_batch=micro_batch, free=free)
-        last = placed.base + len(template.nodes) - 1
+        first = self.assembly.place(template, plan.layer, micro_batch, free=free)
+        last = first + len(template.nodes) - 1
         if plan.head or self.step.reshard == ():
             self.whole[unit] = last
         return last
@@ -69,8 +79,7 @@ class DataParallel:
         if self._fsdp:
             self._scatter(unit, micro_batch)
         elif self.step.overlap or self.step.per_micro_batch:
-            done = [(i, bucket) for i, bucket in enumerate(self.plan.buckets) if bucket.unit == unit]
-            for i, _ in sorted(done, key=lambda item: not item[1].expert):  # experts stand behind attention
+            for i in self._completed.get(unit, ()):
                 self._reduce(i, "backward")
                 if last:
                     self.reduced.add(i)
@@ -82,14 +91,13 @@ class DataParallel:
             self.templates[key] = scatter_template(plan, self.step)
         if self.templates[key].nodes:
             ready = self.assembly.last("compute")
-            self.assembly.place(self.templates[key], layer=plan.layer, micro_batch=micro_batch, grad=ready)
+            self.assembly.place(self.templates[key], plan.layer, micro_batch, grad=ready)
 
     def _reduce(self, index: int, phase: str) -> None:
-        key = ("reduce", str(index), phase)
-        if key not in self.templates:
-            self.templates[key] = reduction_template(index, self.plan.buckets[index], self.step, phase)
-        if self.templates[key].nodes:
-            self.assembly.place(self.templates[key], grad=self.assembly.last("compute"))
+        def make(index: int, bucket: Bucket, step: StepPlan) -> Template:
+            return reduction_template(index, bucket, step, phase)
+
+        self._place(index, self.plan.buckets[index], make, phase, grad=self.assembly.last("compute"))
 
     def finish(self) -> None:
         """Everything after the last backward of a step."""
@@ -98,11 +106,32 @@ class DataParallel:
                 if i not in self.reduced:
                     self._reduce(i, "finalize")
             self.reduced.clear()
+        grad, reduced = self.assembly.last("compute"), self.assembly.last("comm")
         key = ("update",)
         if key not in self.templates:
             self.templates[key] = update_template(self.plan, self.step)
-        self.assembly.place(
-            self.templates[key], grad=self.assembly.last("compute"), reduced=self.assembly.last("comm")
-        )
+        template, ready = self.templates[key], -1
+        if template.nodes:
+            ready = self.assembly.place(template, grad=grad, reduced=reduced) + len(template.nodes) - 1
+        if not self._fsdp:
+            self._update(grad, reduced, ready)
         if self.step.sharding.zero:
             self.updated = self.assembly.last("comm")
+
+    def _update(self, grad: int, reduced: int, ready: int) -> None:
+        """Update each bucket, then gather those that are sharded."""
+        buckets = list(enumerate(self.plan.buckets))
+        adams = [
+            self._place(i, b, adam_template, "adam", grad=grad, reduced=reduced, ready=ready)
+            for i, b in buckets
+        ]
+        for i, bucket in buckets:
+            if bucket.shard and self.step.sharding.zero:
+                self._place(i, bucket, gather_bucket_template, "gather", adam=adams[i])
+
+    def _place(self, index: int, bucket: Bucket, make: Make, what: str, **ports: int) -> int:
+        key = bucket_key(index, bucket, what)
+        if key not in self.templates:
+            self.templates[key] = make(index, bucket, self.step)
+        template = self.templates[key]
+        return self.assembly.place(template, bucket=index, **ports) if template.nodes else -1

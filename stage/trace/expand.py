@@ -4,7 +4,7 @@ The work is done with numpy on all instances of an image at once; what remains f
 groups and peers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,16 +18,26 @@ from stage.trace.image import (
     Image,
     Ints,
     NameStyle,
+    Pattern,
     Widths,
     encode_template,
-    put_varints,
 )
-from stage.trace.program import Instance, Program
+from stage.trace.program import COLUMNS, PORTS, Program
+from stage.trace.scatter import Scatter, digit_words, varint_words
 
-__all__ = ["ClassImage", "expand"]
+__all__ = ["ClassImage", "Encoded", "expand"]
 
-Pattern = tuple[tuple[int, int] | None, ...]
 FIELD_WIDTHS = {"layer": LAYER_WIDTH, "micro_batch": MICRO_BATCH_WIDTH, "step": STEP_WIDTH, "tag": TAG_WIDTH}
+BASE, FORWARD = COLUMNS.index("base"), COLUMNS.index("forward")
+SHARED = [COLUMNS.index(name) for name in ("micro_batch", "step", "tag")]
+TOGETHER = 1 << 19
+"""Bytes that are copied before they are patched."""
+
+IN_FORWARD = 1 << 32
+"""Ports in the forward instance are told from others by adding this to the node's number."""
+
+Encoded = dict[tuple[int, Pattern], Image]
+"""Images by the identity of their template and by how its ports are connected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,49 +58,61 @@ class ClassImage:
         return self.data.nbytes + sum(a.nbytes for a in (*self.groups.values(), *self.peers.values()))
 
 
-def _pattern(instance: Instance, forward_nodes: int) -> Pattern:
-    """How the ports of an instance are connected, so that no dependency is written twice."""
-    found: list[tuple[int, int] | None] = []
-    seen: dict[int, tuple[int, int]] = {}
-    for k, port in enumerate(instance.ports):
-        if port < 0:
-            found.append(None)
-        elif 0 <= instance.forward <= port < instance.forward + forward_nodes:
-            found.append((1, port - instance.forward))
-        else:
-            found.append(seen.setdefault(port, (2 + k, 0)))
-    return tuple(found)
+def _connections(rows: Ints, starts: Ints, nodes: Ints) -> Ints:
+    """For each instance and port: -1 for none, `IN_FORWARD` + node, or the first port connected to the same node.
+
+    `starts` are the first ids of all instances of the program, ascending, and `nodes` how many each has.
+    """
+    ports, forward = rows[:, PORTS:], rows[:, FORWARD : FORWARD + 1]
+    length = np.where(forward >= 0, nodes[np.searchsorted(starts, forward)], 0)
+    inside = (ports >= forward) & (ports < forward + length)
+    found = np.broadcast_to(np.arange(ports.shape[1]), ports.shape).copy()
+    for port in range(1, ports.shape[1]):
+        for earlier in reversed(range(port)):
+            same = ports[:, port] == ports[:, earlier]
+            found[same, port] = earlier
+    found = np.where(inside, IN_FORWARD + ports - forward, found)
+    return np.where(ports < 0, -1, found)
 
 
-def _variants(program: Program) -> dict[tuple[int, Pattern], list[int]]:
-    """Instances that share an image: those of one template connected alike."""
-    lengths = {
-        instance.base: len(program.templates[instance.template].nodes) for instance in program.instances
-    }
-    variants: dict[tuple[int, Pattern], list[int]] = {}
-    for i, instance in enumerate(program.instances):
-        key = (instance.template, _pattern(instance, lengths.get(instance.forward, 0)))
-        variants.setdefault(key, []).append(i)
-    return variants
+def _alike(columns: Ints) -> Ints:
+    """A number for each row that is the same where the rows are, from 0 on."""
+    found = np.zeros(len(columns), np.int64)
+    for column in columns.T:
+        if (column != column[0]).any():
+            kinds = np.unique(column, return_inverse=True)[1]
+            found = np.unique(found * (1 + kinds.max()) + kinds, return_inverse=True)[1]
+    return found
 
 
-def expand(program: Program, style: NameStyle, widths: Widths, header: bytes) -> ClassImage:
-    """The trace of a rank class, `header` (the framed metadata) first."""
-    variants = _variants(program)
-    images = {key: encode_template(program.templates[key[0]], key[1], style, widths) for key in variants}
-    lengths = np.zeros(len(program.instances), np.int64)
-    for key, members in variants.items():
-        lengths[members] = len(images[key].data)
-    starts = np.concatenate([[len(header)], len(header) + np.cumsum(lengths)])
-    data = np.empty(int(starts[-1]), np.uint8)
+def _variants(connections: Ints) -> Iterator[tuple[Pattern, Ints]]:
+    """Instances that share an image, those whose ports are connected alike, and how they are."""
+    alike = _alike(connections)
+    order = np.argsort(alike, kind="stable")
+    for members in np.split(order, np.cumsum(np.bincount(alike))[:-1]):
+        yield tuple(map(_pattern, connections[members[0]].tolist())), members
+
+
+def _pattern(connection: int) -> tuple[int, int] | None:
+    if connection < 0:
+        return None
+    return (1, connection - IN_FORWARD) if connection >= IN_FORWARD else (2 + connection, 0)
+
+
+def expand(
+    program: Program, style: NameStyle, widths: Widths, header: bytes, encoded: Encoded | None = None
+) -> ClassImage:
+    """The trace of a rank class, `header` (the framed metadata) first; images are shared through `encoded`."""
+    known: Encoded = {} if encoded is None else encoded
+    parts = list(_parts(program, style, widths, known))
+    starts, size = _starts(parts, len(header))
+    data = np.empty(size, np.uint8)
     data[: len(header)] = np.frombuffer(header, np.uint8)
+    scatter = Scatter(data)
     groups: dict[tuple[str, ...], list[Ints]] = {}
     peers: dict[int, list[Ints]] = {}
-    for key, members in variants.items():
-        image, at = images[key], starts[members]
-        rows = _fill(image, [program.instances[i] for i in members], style)
-        for start, row in zip(at.tolist(), rows, strict=True):
-            data[start : start + len(row)] = row
+    for (image, rows), at in zip(parts, starts, strict=True):
+        _fill(scatter, at, image, rows)
         for axes, positions in image.groups.items():
             places = (at[:, None] + positions).reshape(-1, 1) + np.arange(widths.groups[axes])
             groups.setdefault(axes, []).append(places)
@@ -103,24 +125,70 @@ def expand(program: Program, style: NameStyle, widths: Widths, header: bytes) ->
     )
 
 
-def _fill(image: Image, instances: Sequence[Instance], style: NameStyle) -> Bytes:
-    """The image once for each instance, with what is the instance's own."""
-    rows = np.tile(image.data, (len(instances), 1))
-    if not len(instances):
-        return rows
-    bases = np.array([(i.base, i.forward, *i.ports) for i in instances], np.int64)
-    values = bases[:, image.ids[:, 1]] + image.ids[:, 2]
-    put_varints(rows, image.ids[:, 0], values, image.id_width)
-    for name in image.fields.keys() | image.digits.keys():
-        numbers = np.array([getattr(i, name) for i in instances], np.int64)
+def _parts(
+    program: Program, style: NameStyle, widths: Widths, encoded: Encoded
+) -> Iterator[tuple[Image, Ints]]:
+    """Each image of a program with the rows of its instances."""
+    counts = np.array([len(template.nodes) for template in program.templates])
+    starts = np.concatenate([rows[:, BASE] for rows in program.instances])
+    nodes = np.repeat(counts, program.counts())
+    order = np.argsort(starts)
+    for template, rows in zip(program.templates, program.instances, strict=True):
+        connections = _connections(rows, starts[order], nodes[order])
+        for pattern, members in _variants(connections):
+            key = (id(template), pattern)
+            if key not in encoded:
+                encoded[key] = encode_template(template, pattern, style, widths)
+            yield encoded[key], rows[members]
+
+
+def _starts(parts: list[tuple[Image, Ints]], first: int) -> tuple[list[Ints], int]:
+    """Where the bytes of each instance start, in the order of their ids from `first` on, and where the last ends."""
+    order = np.argsort(np.concatenate([rows[:, BASE] for _, rows in parts]))
+    lengths = np.repeat([len(image.data) for image, _ in parts], [len(rows) for _, rows in parts])
+    ends = first + np.cumsum(lengths[order])
+    starts = np.empty(len(order), np.int64)
+    starts[order] = ends - lengths[order]
+    return np.split(starts, np.cumsum([len(rows) for _, rows in parts])[:-1]), int(ends[-1])
+
+
+def _fill(scatter: Scatter, at: Ints, image: Image, rows: Ints) -> None:
+    """Put the image at each instance's place, with what is the instance's own.
+
+    Numbers that instances share are put in first, once for all of them: a micro-batch has as many as layers. Instances
+    are then taken some at a time, so that their bytes are still in the processor's cache when they are patched.
+    """
+    length = len(image.data)
+    shared = _alike(rows[:, SHARED])
+    firsts = rows[np.unique(shared, return_index=True)[1]]
+    images = np.tile(image.data, (len(firsts), 1))
+    places = np.arange(len(firsts)) * length
+    _put_numbers(Scatter(images.reshape(-1)), places, image, firsts, [COLUMNS[k] for k in SHARED])
+    copies, numbers = [row.data for row in images], shared.tolist()
+    some = max(16, TOGETHER // length)
+    for first in range(0, len(rows), some):
+        part = slice(first, first + some)
+        for start, number in zip(at[part].tolist(), numbers[part], strict=True):
+            scatter.bytes[start : start + length] = copies[number]
+        _put_numbers(scatter, at[part], image, rows[part], ["layer", "bucket"])
+        _put_ids(scatter, at[part], image, rows[part])
+
+
+def _put_ids(scatter: Scatter, at: Ints, image: Image, rows: Ints) -> None:
+    """Put the ids of nodes and of those they depend on."""
+    word = np.uint32 if image.id_width <= 4 else np.uint64
+    columns = np.concatenate([[BASE, FORWARD], np.arange(PORTS, rows.shape[1])])
+    values = rows.astype(word)[:, columns[image.ids[:, 1]]] + image.ids[:, 2].astype(word)
+    scatter.put(at, image.ids[:, 0], varint_words(values, image.id_width), image.id_width)
+
+
+def _put_numbers(scatter: Scatter, at: Ints, image: Image, rows: Ints, names: Sequence[str]) -> None:
+    """Put what instances are named by into their attributes and into their nodes' names."""
+    for name in names:
+        numbers = rows[:, COLUMNS.index(name)][:, None].astype(np.uint64)
         if name in image.fields:
-            put_varints(rows, image.fields[name], numbers[:, None], FIELD_WIDTHS[name])
+            width = FIELD_WIDTHS[name]
+            scatter.put(at, image.fields[name], varint_words(numbers, width), width)
         if name in image.digits:
-            _put_digits(rows, image.digits[name], numbers, getattr(style, name))
-    return rows
-
-
-def _put_digits(rows: Bytes, positions: Ints, numbers: Ints, count: int) -> None:
-    for k in range(count):
-        digit = numbers // 10 ** (count - 1 - k) % 10
-        rows[:, positions + k] = (digit + ord("0"))[:, None]
+            count = image.counts[name]
+            scatter.put(at, image.digits[name], digit_words(numbers, count), count)

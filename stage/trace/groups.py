@@ -36,12 +36,16 @@ class GroupTable:
         number = 1
         for key in self.axes:
             self.first[key] = number
-            number += mesh.world // self.size(key)
+            number += self.groups(key)
         self.count = number - 1
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Ranks in each group over these axes."""
         return 2 if axes == PIPELINE_ENDS else self.mesh.degree(axes)
+
+    def groups(self, axes: tuple[str, ...]) -> int:
+        """How many groups there are over these axes."""
+        return self.mesh.world // (self.mesh.degree("pp") if axes == PIPELINE_ENDS else self.size(axes))
 
     def numbers(self, axes: tuple[str, ...], positions: Ints) -> Ints:
         """The numbers of the groups over `axes` that the ranks at these positions of the mesh belong to."""
@@ -73,7 +77,7 @@ class GroupTable:
 
     def width(self, axes: tuple[str, ...]) -> int:
         """Bytes that hold any of these groups' names with a length of 1 to 5 bytes before it."""
-        last = self.first[axes] + self.mesh.world // self.size(axes) - 1
+        last = self.first[axes] + self.groups(axes) - 1
         return max(6, len(str(last)) + 1)
 
     def members(self, axes: tuple[str, ...]) -> NDArray[np.int64]:

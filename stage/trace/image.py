@@ -7,18 +7,21 @@ names have leading zeros. Parsers accept all of these, and so the work for a ran
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stage.trace.node import CommType, NodeType
 from stage.trace.template import Ref, Template, TemplateNode
-from stage.trace.wire import attribute, varint
+from stage.trace.wire import attribute as encode_attribute
+from stage.trace.wire import varint
 
-__all__ = ["Image", "NameStyle", "Widths", "encode_template", "put_varints"]
+__all__ = ["Image", "NameStyle", "Pattern", "Widths", "encode_template", "put_varints"]
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
+Pattern = tuple[tuple[int, int] | None, ...]
 
 COLLECTIVE_TYPES = {
     "all_reduce": CommType.ALL_REDUCE,
@@ -28,6 +31,7 @@ COLLECTIVE_TYPES = {
     "permute": CommType.ALL_TO_ALL,
 }
 """How the schema says each collective. It has no permute; libraries run one as an all-to-all of uneven parts."""
+attribute = lru_cache(maxsize=4096)(encode_attribute)  # most nodes share most of their attributes
 TAG_WIDTH = 5
 PEER_WIDTH = 3
 LAYER_WIDTH = 2
@@ -58,14 +62,15 @@ class Image:
 
     `ids` has a row (position, source, offset) for each id and dependency; source 0 is the instance's own base, 1 that
     of its forward instance, 2 + k its port k. `fields` maps `layer micro_batch step tag` to positions of varints, and
-    `digits` to positions of text. `groups` maps axes to the positions of their names, `peers` a distance in stages (0
-    is the rank itself) to positions of ranks.
+    `digits` those and `bucket` to positions of text, of as many digits as `counts` has. `groups` maps axes to the
+    positions of their names, `peers` a distance in stages (0 is the rank itself) to positions of ranks.
     """
 
     data: Bytes
     ids: Ints
     fields: dict[str, Ints]
     digits: dict[str, Ints]
+    counts: dict[str, int]
     groups: dict[tuple[str, ...], Ints]
     peers: dict[int, Ints]
     id_width: int
@@ -80,6 +85,9 @@ class _Encoder:
         self.ids: list[tuple[int, int, int]] = []
         self.fields: dict[str, list[int]] = {}
         self.digits: dict[str, list[int]] = {}
+        self.counts = {
+            "layer": style.layer, "micro_batch": style.micro_batch, "step": style.step, "bucket": template.digits
+        }  # fmt: skip
         self.groups: dict[tuple[str, ...], list[int]] = {}
         self.peers: dict[int, list[int]] = {}
         self.marks: list[tuple[int, object]] = []
@@ -125,19 +133,19 @@ class _Encoder:
 
     def _name(self, node: TemplateNode, marks: list[tuple[str, object, int]], start: int) -> bytes:
         """`layer07.attn.q_proj/forward/mb003`, with `/step1` where there are several."""
-        text, places = self.template.block, []
-        if "layer" in self._numbers():
-            places.append(("layer", len(text)))
-            text += "0" * self.style.layer
+        text = self.template.block
+        places: list[tuple[str, int]] = []
+        for number in ("layer", "bucket"):
+            if number in self._numbers():
+                places.append((number, len(text)))
+                text += "0" * self.counts[number]
         text += f".{node.name}/{node.phase}"
-        if "micro_batch" in self._numbers():
-            text += "/mb"
-            places.append(("micro_batch", len(text)))
-            text += "0" * self.style.micro_batch
-        if self.style.step:
-            text += "/step"
-            places.append(("step", len(text)))
-            text += "0" * self.style.step
+        named = {"micro_batch": "/mb" if "micro_batch" in self._numbers() else "", "step": "/step"}
+        for number, prefix in named.items():
+            if prefix and self.counts[number]:
+                text += prefix
+                places.append((number, len(text)))
+                text += "0" * self.counts[number]
         raw = text.encode()
         head = b"\x12" + varint(len(raw))
         marks += [("digit", key, start + len(head) + at) for key, at in places]
@@ -172,7 +180,7 @@ class _Encoder:
             )
         found += [(attribute(k, "string_val", v), None) for k, v in _texts(node) if v]
         widths = {"layer": LAYER_WIDTH, "micro_batch": MICRO_BATCH_WIDTH}
-        for key in self._numbers():
+        for key in (number for number in self._numbers() if number in widths):
             found.append((attribute(key, "int32_val", 0, width=widths[key]), ("field", key, widths[key])))
         if self.style.step:
             found.append((attribute("step", "int32_val", 0, width=STEP_WIDTH), ("field", "step", STEP_WIDTH)))
@@ -187,6 +195,7 @@ class _Encoder:
             np.array(self.ids, np.int64).reshape(-1, 3),
             at(self.fields),  # type: ignore[arg-type]
             at(self.digits),  # type: ignore[arg-type]
+            self.counts,
             at(self.groups),  # type: ignore[arg-type]
             at(self.peers),  # type: ignore[arg-type]
             self.widths.ids,
@@ -202,9 +211,7 @@ def _node_type(node: TemplateNode) -> NodeType:
     return special.get(node.kind, NodeType.COMM_COLL)
 
 
-def resolve_deps(
-    template: Template, pattern: Sequence[tuple[int, int] | None]
-) -> list[list[tuple[int, int]]]:
+def resolve_deps(template: Template, pattern: Pattern) -> list[list[tuple[int, int]]]:
     """The dependencies of each node as (source, offset), each once; `pattern` says what each port is."""
     port = dict(zip(template.ports, pattern, strict=True))
     resolved = []
@@ -222,9 +229,7 @@ def _source(ref: Ref) -> tuple[int, int]:
     return (0 if ref.kind == "self" else 1, int(ref.target))
 
 
-def encode_template(
-    template: Template, pattern: Sequence[tuple[int, int] | None], style: NameStyle, widths: Widths
-) -> Image:
+def encode_template(template: Template, pattern: Pattern, style: NameStyle, widths: Widths) -> Image:
     """The image of a template whose ports are connected as `pattern` says.
 
     An entry of the pattern is None for a port that is connected to nothing, else (source, offset): (2 + k, 0) for the

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from stage.errors import LayoutError
 from stage.graph import Graph, Node
 from stage.layout import Layout
 from stage.mesh import Mesh
@@ -108,7 +109,11 @@ class _Lowering:
     def _collective(self, node: Node, deps: tuple[Ref, ...]) -> TemplateNode:
         tensor = self.tensor(node.inputs[0])
         size = tensor.elements * self.concrete.width(tensor.dtype)
-        assert size == int(size) > 0, f"{node.name} moves {size} bytes"
+        if size != int(size):
+            raise LayoutError(
+                f"{tensor.name} has {tensor.elements} elements on a device: its tokens do not divide by the ranks that "
+                "share them; choose a batch or seq that does"
+            )
         return TemplateNode(
             name=node.name,
             kind=node.op,

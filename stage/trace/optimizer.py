@@ -4,13 +4,14 @@ Sums over tp of gradients of what is replicated there, the tied embedding, the g
 algorithm 1, with decoupled weight decay), and with a sharded optimizer the gathers of the updated parameters.
 """
 
+from stage.trace.buckets import Bucket
 from stage.trace.fsdp import padded, parameter_groups, shard_elements
 from stage.trace.groups import PIPELINE_ENDS
 from stage.trace.plan import StagePlan, StepPlan
-from stage.trace.reduction import bucket_name
+from stage.trace.reduction import bucket_digits, bucket_kind
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
-__all__ = ["update_template"]
+__all__ = ["adam_template", "gather_bucket_template", "update_template"]
 
 ADAM_FLOPS = 14
 """Operations an element: two moments (3 + 4), two bias corrections, root, sum, division, decay and update (1 + 1)."""
@@ -22,24 +23,40 @@ READY = (Ref("port", "grad"), Ref("port", "reduced"))
 
 
 def update_template(plan: StagePlan, step: StepPlan) -> Template:
-    """Everything after the last gradient reduction; ports `grad` and `reduced` are the last compute and collective."""
+    """What comes after the last gradient reduction and is not a bucket's own.
+
+    Ports `grad` and `reduced` are the last compute and the last collective before.
+    """
     nodes = _sums(plan, step)
-    own = _owned(plan, step)
+    own = _sharded(plan, step)
     if step.clip:
-        nodes += _norm(step, sum(count for _, count in own), len(nodes))
+        elements = sum(count for _, count in own) + sum(
+            bucket.owned(step.mesh) for bucket in _buckets(plan, step)
+        )
+        nodes += _norm(step, elements, len(nodes))
     before = _after(nodes)
-    first = len(nodes)
-    nodes += [_adam(name, count, step, before) for name, count in own]
-    if step.sharding.zero in (1, 2):
-        nodes += [
-            step.collective(
-                f"{bucket_name(i, b)}.all_gather", "all_gather", b.owned(step.mesh), b.shard,
-                (Ref("self", first + i),), "optimizer", "compute",
-            )
-            for i, b in enumerate(plan.buckets)
-            if b.shard
-        ]  # fmt: skip
+    nodes += [_adam(f"{name}.adam", count, step, before) for name, count in own]
     return Template("optimizer", "optimizer", chain(nodes), numbers=())
+
+
+def adam_template(index: int, bucket: Bucket, step: StepPlan) -> Template:
+    """The update of a bucket, after the ports `grad`, `reduced` and `ready`, the last node of the template before."""
+    node = _adam("adam", bucket.owned(step.mesh), step, (*READY, Ref("port", "ready")))
+    return _of_bucket(index, bucket, node)
+
+
+def gather_bucket_template(index: int, bucket: Bucket, step: StepPlan) -> Template:
+    """The gather of a bucket's parameters, after the port `adam`."""
+    after = (Ref("port", "adam"),)
+    node = step.collective(
+        "all_gather", "all_gather", bucket.owned(step.mesh), bucket.shard, after, "optimizer", "compute"
+    )
+    return _of_bucket(index, bucket, node)
+
+
+def _of_bucket(index: int, bucket: Bucket, node: TemplateNode) -> Template:
+    block, digits = f"optimizer.{bucket_kind(bucket)}", bucket_digits(index)
+    return Template(block, "optimizer", chain([node]), numbers=("bucket",), digits=digits)
 
 
 def _after(nodes: list[TemplateNode]) -> tuple[Ref, ...]:
@@ -109,17 +126,20 @@ def _norm_axes(step: StepPlan) -> list[tuple[str, tuple[str, ...]]]:
 def _adam(name: str, count: int, step: StepPlan, before: tuple[Ref, ...]) -> TemplateNode:
     moved = count * (2 * ADAM_STATES * 4 + step.widths["gradient"] + step.widths["compute"])
     return TemplateNode(
-        f"{name}.adam", "compute", "adam", max(1, moved), max(1, ADAM_FLOPS * count), deps=before, dtype="fp32",
+        name, "compute", "adam", max(1, moved), max(1, ADAM_FLOPS * count), deps=before, dtype="fp32",
         phase="optimizer",
     )  # fmt: skip
 
 
-def _owned(plan: StagePlan, step: StepPlan) -> list[tuple[str, int]]:
-    """Name and size in elements of the optimizer states that a device holds: by bucket, or under FSDP by block."""
-    if step.sharding.zero != 3:
-        return [(bucket_name(i, bucket), bucket.owned(step.mesh)) for i, bucket in enumerate(plan.buckets)]
+def _buckets(plan: StagePlan, step: StepPlan) -> tuple[Bucket, ...]:
+    """The buckets that are updated one by one: all, but under FSDP none."""
+    return () if step.sharding.zero == 3 else plan.buckets
+
+
+def _sharded(plan: StagePlan, step: StepPlan) -> list[tuple[str, int]]:
+    """Under FSDP the kinds of blocks, and the elements of the optimizer states that a device holds of each."""
     found: dict[str, int] = {}
-    for unit in plan.units:
+    for unit in plan.units if step.sharding.zero == 3 else ():
         for _, shard, _, group in parameter_groups(unit.parameters, step):
             found[unit.kind] = found.get(unit.kind, 0) + shard_elements(group, step, shard)
     return [(kind, count) for kind, count in found.items() if count]

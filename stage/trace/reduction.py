@@ -1,15 +1,29 @@
-"""The reduction of a bucket of gradients: an all-reduce, or with a sharded optimizer a reduce-scatter."""
+"""The reduction of a bucket of gradients: an all-reduce, or with a sharded optimizer a reduce-scatter.
+
+Buckets of one size are instances of one template, so their number does not matter; names have three digits, or as many
+as the bucket's own number.
+"""
 
 from stage.trace.buckets import Bucket
 from stage.trace.plan import StepPlan
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
-__all__ = ["bucket_name", "reduction_template"]
+__all__ = ["bucket_digits", "bucket_key", "bucket_kind", "reduction_template"]
 
 
-def bucket_name(index: int, bucket: Bucket) -> str:
-    """`bucket000`, `expert_bucket001`: dense buckets count first."""
-    return f"{'expert_' if bucket.expert else ''}bucket{index:03d}"
+def bucket_kind(bucket: Bucket) -> str:
+    """What a bucket is called, in `bucket000` or `expert_bucket001`: dense buckets count first."""
+    return "expert_bucket" if bucket.expert else "bucket"
+
+
+def bucket_digits(index: int) -> int:
+    """How many digits the number of a bucket has."""
+    return len(f"{index:03d}")
+
+
+def bucket_key(index: int, bucket: Bucket, what: str) -> tuple[object, ...]:
+    """What a template of a bucket depends on; `what` it does for the bucket."""
+    return what, bucket.elements, bucket.shard, bucket.replicate, bucket.expert, bucket_digits(index)
 
 
 def reduction_template(index: int, bucket: Bucket, step: StepPlan, phase: str) -> Template:
@@ -24,4 +38,6 @@ def reduction_template(index: int, bucket: Bucket, step: StepPlan, phase: str) -
     if bucket.replicate:
         elements = bucket.owned(step.mesh)
         nodes.append(step.collective("all_reduce", "all_reduce", elements, bucket.replicate, after, phase))
-    return Template(bucket_name(index, bucket), phase, chain(nodes), numbers=())
+    return Template(
+        bucket_kind(bucket), phase, chain(nodes), numbers=("bucket",), digits=bucket_digits(index)
+    )

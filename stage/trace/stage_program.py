@@ -6,8 +6,8 @@ group. Receives are chained among themselves and stand right before their use; s
 
 from stage.pipeline.schedule import order
 from stage.trace.data_parallel import DataParallel
-from stage.trace.plan import StagePlan, StepPlan, UnitPlan
-from stage.trace.program import Assembly, Instance, Program
+from stage.trace.plan import StagePlan, StepPlan
+from stage.trace.program import Assembly, Program
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
 __all__ = ["stage_program"]
@@ -21,7 +21,7 @@ class _Stage:
     def __init__(self, plan: StagePlan, step: StepPlan) -> None:
         self.plan, self.step = plan, step
         self.assembly = Assembly()
-        self.forwards: dict[tuple[int, int], Instance] = {}
+        self.forwards: dict[int, list[tuple[int, int]]] = {}
         self.data = DataParallel(plan, step, self.assembly)
         ends = (("recv", -1, FORWARD), ("send", 1, FORWARD), ("recv", 1, BACKWARD), ("send", -1, BACKWARD))
         self.pipes = {(kind, peer): _message(kind, peer, direction, step) for kind, peer, direction in ends}
@@ -43,43 +43,46 @@ class _Stage:
         if not 0 <= self.plan.stage + peer < self.step.stages:
             return -1
         tag = self._tag(direction, micro_batch)
-        return self.assembly.place(self.pipes[kind, peer], micro_batch=micro_batch, tag=tag, data=source).base
+        return self.assembly.place(self.pipes[kind, peer], -1, micro_batch, tag=tag, data=source)
 
     def _forward(self, micro_batch: int) -> None:
         x = self._exchange("recv", -1, FORWARD, micro_batch)
-        units = self.plan.units
-        weights = self.data.gather(0, micro_batch, "forward", self.assembly.last("compute"))
-        for i, unit in enumerate(units):
-            before = self.assembly.last("compute")
-            instance = self._place(unit, unit.forward, micro_batch, x=x, weights=weights)
-            self.forwards[i, micro_batch] = instance
-            x = self.assembly.resolve(instance, unit.forward.output)
-            weights = self.data.gather(i + 1, micro_batch, "forward", before)
+        assembly, gather = self.assembly, self.data.gather
+        weights = gather(0, micro_batch, "forward", assembly.last("compute"))
+        forwards = self.forwards[micro_batch] = []
+        for i, unit in enumerate(self.plan.units):
+            before = assembly.last("compute")
+            base = assembly.place(unit.forward, unit.layer, micro_batch, x=x, weights=weights)
+            forwards.append((base, x))
+            x = _output(unit.forward, base, -1, x)
+            weights = gather(i + 1, micro_batch, "forward", before)
         self._exchange("send", 1, FORWARD, micro_batch, x)
 
     def _backward(self, micro_batch: int) -> None:
         dy = self._exchange("recv", 1, BACKWARD, micro_batch)
-        units = self.plan.units
-        weights = self.data.gather(len(units) - 1, micro_batch, "backward", self.assembly.last("compute"))
+        assembly, gather, units = self.assembly, self.data.gather, self.plan.units
+        weights = gather(len(units) - 1, micro_batch, "backward", assembly.last("compute"))
+        forwards = self.forwards.pop(micro_batch)
         for i in reversed(range(len(units))):
             unit = units[i]
-            ahead = self.data.gather(i - 1, micro_batch, "backward", self.assembly.last("compute"))
-            before = self.forwards.pop((i, micro_batch))
-            x = self.assembly.resolve(before, Ref("port", "x"))
-            instance = self._place(
-                unit, unit.backward, micro_batch, forward=before.base, x=x, dy=dy, weights=weights
-            )
-            dy = self.assembly.resolve(instance, unit.backward.output)
+            ahead = gather(i - 1, micro_batch, "backward", assembly.last("compute"))
+            forward, x = forwards[i]
+            template = unit.backward
+            base = assembly.place(template, unit.layer, micro_batch, forward, x=x, dy=dy, weights=weights)
+            dy = _output(template, base, forward, dy)
             self.data.complete(i, micro_batch)
             weights = ahead
         self._exchange("send", -1, BACKWARD, micro_batch, dy)
 
-    def _place(
-        self, unit: UnitPlan, template: Template, micro_batch: int, forward: int = -1, **ports: int
-    ) -> Instance:
-        return self.assembly.place(
-            template, layer=unit.layer, micro_batch=micro_batch, forward=forward, **ports
-        )
+
+def _output(template: Template, base: int, forward: int, given: int) -> int:
+    """The node that makes what an instance hands on, -1 for none; `given` is what it was handed."""
+    ref = template.output
+    if ref is None:
+        return -1
+    if ref.kind == "port":
+        return given
+    return (base if ref.kind == "self" else forward) + int(ref.target)
 
 
 def _message(kind: str, peer: int, direction: int, step: StepPlan) -> Template:

@@ -29,7 +29,7 @@ class Stamp:
         self.data = image.data.copy()
         self._groups, self._peers = groups, peers
         self._axes, self._distances = list(image.groups), list(image.peers)
-        places = [where.reshape(len(where), -1) for where in image.groups.values()]
+        places = list(image.groups.values())
         places += [where.reshape(-1, 1) + np.arange(PEER_WIDTH) for where in image.peers.values()]
         starts = np.cumsum([0, *(where.shape[1] for where in places)])
         sources = [

@@ -65,7 +65,7 @@ class Template:
 
     `block` and `phase` name it; `output` is what makes the tensor it hands on (its activation, or its cotangent).
     `gradients` maps parameters to the index of the node after which their gradient is complete. `numbers` are those
-    an instance is named by: `layer`, `micro_batch`.
+    an instance is named by: `layer`, `micro_batch`, or `bucket`, which then has so many digits.
     """
 
     block: str
@@ -74,6 +74,7 @@ class Template:
     output: Ref | None = None
     gradients: Mapping[str, int] = field(default_factory=dict)
     numbers: tuple[str, ...] = ("layer", "micro_batch")
+    digits: int = 0
 
     def last(self, stream: str) -> int | None:
         """The index of the last node on the `compute`, `comm` or `recv` stream, or None."""

@@ -1,17 +1,19 @@
-"""What a class's program amounts to: nodes, work, and bytes handed to each kind of communication."""
+"""What a class's program amounts to: nodes, work, the bytes handed to each kind of communication, and its tags."""
 
 from collections.abc import Callable
 from typing import Any
 
-from stage.trace.program import Program
+from stage.trace.program import COLUMNS, Program
 
 __all__ = ["totals"]
+
+TAG = COLUMNS.index("tag")
 
 
 def totals(program: Program, group_size: Callable[[tuple[str, ...]], int]) -> dict[str, Any]:
     """Nodes of a program, the work they do, and what they hand to each kind of communication over each set of axes.
 
-    `group_size` says how many ranks a group over some axes has; a message has two.
+    `group_size` says how many ranks a group over some axes has; a message has two. `largest_tag` is 0 without messages.
     """
     flops = matmul = model = moved = 0
     communication: dict[tuple[str, tuple[str, ...]], list[int]] = {}
@@ -42,4 +44,5 @@ def totals(program: Program, group_size: Callable[[tuple[str, ...]], int]) -> di
             }
             for (kind, axes), (n, size) in sorted(communication.items())
         ],
+        "largest_tag": max((int(rows[:, TAG].max(initial=0)) for rows in program.instances), default=0),
     }

@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from stage.errors import StageError
+from stage.trace.limits import exceeded, needed
 from stage.trace.report import Defect, Findings, Report, plural
-from stage.trace.verify_groups import check_collectives, read_groups
+from stage.trace.verify_groups import Groups, check_collectives, read_groups
 from stage.trace.verify_messages import check_messages
 from stage.trace.verify_plan import Plan, make_plan
 from stage.trace.verify_rank import RankReader
 from stage.trace.verify_record import RankRecord
 from stage.trace.verify_run import run_together
 
-__all__ = ["Defect", "Report", "TraceSource", "verify"]
+__all__ = ["Defect", "Report", "TraceSource", "compare_ranks", "verify"]
 
 SAMPLE = 32
 
@@ -57,11 +58,23 @@ def verify(
     ranks = list(source.ranks) if exhaustive else sample(source.ranks)
     records = read_ranks(source, ranks, reader, findings)
     note_missing(source, ranks, records, unchecked)
-    comparable = {rank: record for rank, record in records.items() if record.comparable}
-    if not known.known and any(group for group in groups_used(comparable)):
+    if not known.known and any(group for record in records.values() for group in record.groups()):
         unchecked.append(
             "process groups are not given: members of a group are taken to be the ranks that use it"
         )
+    compare_ranks(records, known, findings, unchecked)
+    for rule, text in (*exceeded(source.world, max(known.members, default=0), 0), *needed(source.world)):
+        findings.warn(None, None, rule, text)
+    return findings.report(
+        unchecked, len(records), sum(len(record.structure.ids) for record in records.values())
+    )
+
+
+def compare_ranks(
+    records: Mapping[int, RankRecord], known: Groups, findings: Findings, unchecked: list[str]
+) -> None:
+    """Check what ranks do together: their collectives, their messages, and that they run to the end."""
+    comparable = {rank: record for rank, record in records.items() if record.comparable}
     count = len(findings.defects)
     members = check_collectives(comparable, known, findings)
     check_messages(comparable, findings)
@@ -69,11 +82,6 @@ def verify(
         unchecked.append("deadlock: not looked for, since collectives or messages do not match already")
     else:
         check_run(comparable, members, findings, unchecked)
-    if source.world < 2:
-        findings.warn(None, None, "one-rank", "the job has one rank, but ASTRA-sim needs two or more")
-    return findings.report(
-        unchecked, len(records), sum(len(record.structure.ids) for record in records.values())
-    )
 
 
 def sample(ranks: Sequence[int]) -> list[int]:
@@ -118,11 +126,6 @@ def note_missing(
     if left:
         text = f"{plural(len(left), 'rank')} with defects of their own (the first: {left[0]})"
         unchecked.append(f"{text}: not compared with the other ranks")
-
-
-def groups_used(records: Mapping[int, RankRecord]) -> set[int]:
-    """Return the groups on which there are collectives."""
-    return {group for record in records.values() for group in record.groups()}
 
 
 def check_run(

@@ -13,7 +13,6 @@ from stage.trace.verify_record import GROUP, KIND, SIZE, TYPE, Columns, RankReco
 
 __all__ = ["Groups", "check_collectives", "read_groups"]
 
-OVERFLOW = 2148
 MODULUS = 500
 EMPTY = np.zeros((3, 0), np.int64)
 
@@ -78,7 +77,7 @@ def read_groups(world: int, table: Mapping[str, Sequence[int]], findings: Findin
         members[int(name)] = dict.fromkeys(ranks)
         for message in table_problems(world, ranks):
             findings.add(None, None, "group-table", f"group {name} {message}")
-    warn_numbers(members, findings)
+    warn_alike(members, findings)
     return Groups(world, members, bool(table))
 
 
@@ -94,13 +93,8 @@ def table_problems(world: int, ranks: Sequence[int]) -> Iterator[str]:
         yield f"has {plural(len(set(ranks)), 'member')}: list only groups of two ranks and more"
 
 
-def warn_numbers(members: Mapping[int, Iterable[int]], findings: Findings) -> None:
-    """Warn of group numbers beyond the limits of the simulator."""
-    high = [group for group in members if group >= OVERFLOW]
-    if high:
-        count = plural(len(high), "group")
-        text = f"ASTRA-sim overflows on group numbers from {OVERFLOW} on: {count}, the first {high[0]}"
-        findings.warn(None, None, "group-number", text)
+def warn_alike(members: Mapping[int, Iterable[int]], findings: Findings) -> None:
+    """Warn where two groups of one rank have numbers that the simulator does not tell apart."""
     alike: dict[int, list[int]] = defaultdict(list)
     for group in sorted(members):
         alike[group % MODULUS].append(group)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
+from stage.trace.limits import TAG_LIMIT
 from stage.trace.node import CommType, NodeType, TraceNode
 from stage.trace.report import short
 
@@ -20,7 +21,6 @@ Problem = tuple[str, str]
 """A rule and what is wrong."""
 
 REQUIRED, OPTIONAL = True, False
-TAG_LIMIT: Final = 500_000_000
 GROUP_LIMIT: Final = 1 << 31
 
 COMPUTE: Final = {

@@ -1,0 +1,145 @@
+"""The rank classes of a folder of traces, found in its files: what its manifest says of the mesh is only a hint.
+
+A folder that was written from classes is described by one file a class and the formulas of the mesh. Here these are
+read off the files of the first ranks, and every file is read and compared with what they say of its rank. Only where
+all agree, byte for byte, are the classes handed on; so a proof of them is a proof of the files.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stage.errors import StageError
+from stage.io.chakra import DirectorySource
+from stage.mesh import Mesh
+from stage.trace.classes import RankClasses
+from stage.trace.expand import ClassImage
+from stage.trace.groups import PIPELINE_ENDS, GroupTable
+from stage.trace.image import PEER_WIDTH
+from stage.trace.spans import GROUP_NAME, Span, communication_spans
+
+__all__ = ["recognise_classes"]
+
+Placement = NDArray[np.int64] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a manifest says of the mesh, which is checked against the files."""
+
+    mesh: Mesh
+    count: int
+    placement: Placement
+
+    def rank_at(self, position: int) -> int:
+        """The rank at a position of the mesh."""
+        return position if self.placement is None else int(self.placement[position])
+
+
+def recognise_classes(source: DirectorySource) -> RankClasses | None:
+    """The classes that all files of a folder are made of, or None where there are none."""
+    shape = read_shape(source.manifest or {})
+    if shape is None or source.world != shape.mesh.world or len(source.ranks) != source.world:
+        return None
+    try:
+        classes = read_classes(source, shape)
+        agreed = classes is not None and agrees(source, classes)
+    except StageError:
+        return None
+    return classes if agreed else None
+
+
+def read_shape(manifest: Mapping[str, Any]) -> Shape | None:
+    """The shape that a manifest describes, or None if it describes none."""
+    mesh, stages, placed = (manifest.get(key) for key in ("mesh", "classes", "placement"))
+    atoms = mesh.get("atoms") if isinstance(mesh, dict) else None
+    if not isinstance(atoms, list) or not isinstance(stages, list) or not all(map(is_atom, atoms)):
+        return None
+    count = len(stages)
+    if len({name for name, _ in atoms}) < len(atoms) or (atoms and atoms[0][0] == "pp") != (count > 1):
+        return None
+    found = Mesh(tuple((name, degree) for name, degree in atoms), ())
+    if count != (atoms[0][1] if count > 1 else 1):
+        return None
+    if placed is None:
+        return Shape(found, count, None)
+    if not isinstance(placed, list) or sorted(p for p in placed if type(p) is int) != [*range(found.world)]:
+        return None
+    return Shape(found, count, np.array(placed, np.int64))
+
+
+def is_atom(value: object) -> bool:
+    """Whether a value of a manifest is the name and the degree of an atom."""
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and type(value[1]) is int
+        and value[1] > 1
+    )
+
+
+def read_classes(source: DirectorySource, shape: Shape) -> RankClasses | None:
+    """The classes that the files of the first ranks of each stage describe."""
+    size = shape.mesh.world // shape.count
+    firsts = [source.rank(shape.rank_at(number * size)) for number in range(shape.count)]
+    spans = [list(communication_spans(data)) for data in firsts]
+    axes = {span.axes for found in spans for span in found if span.name == GROUP_NAME}
+    if not all(known(shape, names) for names in axes):
+        return None
+    table = GroupTable(shape.mesh, axes, shape.placement)
+    images = []
+    for number, (data, found) in enumerate(zip(firsts, spans, strict=True)):
+        image = read_image(data, found, table, number * size, size)
+        if image is None:
+            return None
+        images.append(image)
+    return RankClasses(shape.mesh, axes, shape.count, images.__getitem__, shape.placement)
+
+
+def known(shape: Shape, axes: tuple[str, ...]) -> bool:
+    """Whether groups over these axes are possible on the mesh."""
+    if axes == PIPELINE_ENDS:
+        return shape.count > 1
+    return bool(axes) and len(set(axes)) == len(axes) and set(axes) <= set(shape.mesh.names)
+
+
+def read_image(
+    data: bytes, spans: Iterable[Span], table: GroupTable, position: int, size: int
+) -> ClassImage | None:
+    """The bytes of a class and the fields in them that each rank has for itself."""
+    placed = None if table.placement is None else np.argsort(table.placement)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    peers: dict[int, list[int]] = {}
+    for span in spans:
+        if span.name == GROUP_NAME:
+            if span.stop - span.start != table.width(span.axes):
+                return None
+            groups.setdefault(span.axes, []).append(span.start)
+            continue
+        value = int(span.value)
+        if span.stop - span.start != PEER_WIDTH or not 0 <= value < table.mesh.world:
+            return None
+        there = value if placed is None else int(placed[value])
+        if (there - position) % size:
+            return None
+        peers.setdefault((there - position) // size, []).append(span.start)
+    return ClassImage(
+        np.frombuffer(data, np.uint8),
+        {
+            axes: np.array(starts, np.int64)[:, None] + np.arange(table.width(axes))
+            for axes, starts in groups.items()
+        },
+        {distance: np.array(starts, np.int64) for distance, starts in peers.items()},
+    )
+
+
+def agrees(source: DirectorySource, classes: RankClasses) -> bool:
+    """Whether the groups and every file of a folder are what the classes say."""
+    table = classes.groups.table()
+    if table != {name: list(members) for name, members in source.groups.items()}:
+        return False
+    return all(classes.rank(rank).tobytes() == source.rank(rank) for rank in range(source.world))

@@ -1,0 +1,34 @@
+"""Verification of a trace set by the shortest way that proves it."""
+
+from pathlib import Path
+
+from stage.io.chakra import DirectorySource
+from stage.io.recognise import recognise_classes
+from stage.trace.report import Report
+from stage.trace.verify import verify
+from stage.trace.verify_classes import verify_classes
+from stage.traceset import TraceSet
+
+__all__ = ["verify_path", "verify_set"]
+
+
+def verify_path(path: str | Path, *, exhaustive: bool = False) -> Report:
+    """Return everything that is wrong with the traces at a path."""
+    return verify_set(TraceSet.open(path), exhaustive=exhaustive)
+
+
+def verify_set(source: TraceSet | DirectorySource, *, exhaustive: bool = False) -> Report:
+    """Return everything that is wrong with a set of traces, and what could not be checked.
+
+    A set that is made of rank classes is proved by them. A folder is always read to the end, and is proved by classes
+    if every byte of its files and groups is what classes say; else, and with `exhaustive`, rank by rank.
+
+    >>> from stage.synthesis import synthesize
+    >>> traces = synthesize("llama3-8b", gpus=1024, tp=8, pp=4, batch=64, sizes={"layers": 4})
+    >>> verify_set(traces).ok
+    True
+    """
+    if exhaustive:
+        return verify(source)
+    classes = source.classes if isinstance(source, TraceSet) else recognise_classes(source)
+    return verify(source) if classes is None else verify_classes(classes)

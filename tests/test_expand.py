@@ -1,0 +1,170 @@
+"""Byte images: a rank's bytes decode to exactly the nodes that its program means, encoded one by one."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from stage.synthesis import job as make_job
+from stage.trace.image import COLLECTIVE_TYPES, NameStyle
+from stage.trace.node import Attribute, NodeType, TraceNode
+from stage.trace.program import COLUMNS, PORTS, Program
+from stage.trace.template import Ref, Template, TemplateNode
+from stage.trace.wire import encode_metadata, encode_node, frame, read_trace
+from stage.traceset import Job, TraceSet
+from tests.small import name_of, request
+
+JOBS: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama3-8b", "megatron_sp", {"pp": 2, "dp": 2, "tp": 2, "batch": 6}),
+    ("llama3-8b", "megatron", {"pp": 2, "dp": 2, "tp": 4, "batch": 24, "schedule": "gpipe", "steps": 2}),
+    ("mixtral-8x7b", "megatron_moe", {"dp": 2, "tp": 2, "ep": 4, "steps": 2, "grad_reduce": "microbatch"}),
+    ("mixtral-8x7b", "megatron", {"dp": 2, "tp": 2, "ep": 4}),
+    ("gpt3-125m", "fsdp", {"pp": 3, "dp": 2, "cp": 2, "batch": 8, "stage_layers": (1, 10, 1), "sizes": {"layers": 12}}),
+    ("gpt3-125m", "megatron_sp", {"pp": 2, "tp": 2, "zero": 1, "recompute": "full"}),
+    ("deepseek-v3", "hsdp", {"dp": 4, "dp_shard": 2, "batch": 8}),
+]
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One instance of a template, as the columns of a program have it."""
+
+    template: Template
+    columns: Mapping[str, int]
+    ports: tuple[int, ...]
+
+    def __getitem__(self, column: str) -> int:
+        return self.columns[column]
+
+
+def instances(program: Program) -> list[Instance]:
+    """All instances of a program in the order they run."""
+    found = [
+        Instance(template, dict(zip(COLUMNS, row[:PORTS], strict=True)), tuple(row[PORTS:]))
+        for template, rows in zip(program.templates, program.instances, strict=True)
+        for row in rows.tolist()
+    ]
+    return sorted(found, key=lambda instance: instance["base"])
+
+
+def expected(job: Job, rank: int) -> Iterator[TraceNode]:
+    """The nodes of a rank, straight from its program."""
+    traces = TraceSet.of(job)
+    position = traces.classes.position(rank)
+    program = job.programs[position // traces.classes.ranks_per_class]
+    for instance in instances(program):
+        template = instance.template
+        for index, node in enumerate(template.nodes):
+            yield TraceNode(
+                id=instance["base"] + index,
+                name=name(template, node, instance, job.style),
+                type=NODE_TYPES.get(node.kind, NodeType.COMM_COLL),
+                data_deps=tuple(dict.fromkeys(dependencies(template, node, instance))),
+                attrs=dict(attributes(traces, template, node, instance, position, job.style)),
+            )
+
+
+NODE_TYPES = {"compute": NodeType.COMP, "send": NodeType.COMM_SEND, "recv": NodeType.COMM_RECV}
+
+
+def dependencies(template: Template, node: TemplateNode, instance: Instance) -> Iterator[int]:
+    ports = dict(zip(template.ports, instance.ports, strict=True))
+
+    def target(ref: Ref) -> int:
+        if ref.kind == "port":
+            return ports[str(ref.target)]
+        return int(ref.target) + instance["base" if ref.kind == "self" else "forward"]
+
+    return (found for found in map(target, node.deps) if found >= 0)
+
+
+def name(template: Template, node: TemplateNode, instance: Instance, style: NameStyle) -> str:
+    layer = f"{instance['layer']:0{style.layer}}" if "layer" in template.numbers else ""
+    bucket = f"{instance['bucket']:0{template.digits}}" if "bucket" in template.numbers else ""
+    text = f"{template.block}{layer}{bucket}.{node.name}/{node.phase}"
+    if "micro_batch" in template.numbers:
+        text += f"/mb{instance['micro_batch']:0{style.micro_batch}}"
+    return text + (f"/step{instance['step']:0{style.step}}" if style.step else "")
+
+
+def attributes(
+    traces: TraceSet, template: Template, node: TemplateNode, instance: Instance, position: int, style: NameStyle
+) -> Iterator[tuple[str, Attribute]]:
+    yield "is_cpu_op", Attribute("bool_val", False)
+    if node.kind == "compute":
+        yield "num_ops", Attribute("int64_val", node.flops)
+        yield "tensor_size", Attribute("uint64_val", node.bytes)
+    elif node.kind in COLLECTIVE_TYPES:
+        yield "comm_type", Attribute("int64_val", int(COLLECTIVE_TYPES[node.kind]))
+        yield "comm_size", Attribute("int64_val", node.bytes)
+        yield "pg_name", Attribute("string_val", group_of(traces, node.axes, position))
+        yield "axes", Attribute("string_val", " ".join(node.axes))
+    else:
+        here, there = rank_at(traces, position), rank_at(traces, position + node.peer * traces.classes.ranks_per_class)
+        src, dst = (here, there) if node.kind == "send" else (there, here)
+        yield "comm_size", Attribute("int64_val", node.bytes)
+        yield "comm_src", Attribute("int32_val", src)
+        yield "comm_dst", Attribute("int32_val", dst)
+        yield "comm_tag", Attribute("int32_val", instance["tag"])
+    texts = {"op": node.op, "phase": node.phase, "dtype": node.dtype, "shapes": node.shapes}
+    yield from ((key, Attribute("string_val", text)) for key, text in texts.items() if text)
+    for key in template.numbers:
+        if key != "bucket":
+            yield key, Attribute("int32_val", instance[key])
+    if style.step:
+        yield "step", Attribute("int32_val", instance["step"])
+
+
+def rank_at(traces: TraceSet, position: int) -> int:
+    placement = traces.classes.placement
+    return position if placement is None else int(placement[position])
+
+
+def group_of(traces: TraceSet, axes: tuple[str, ...], position: int) -> str:
+    """The group over some axes that has the rank, found in the table and not by formula."""
+    table, rank = traces.groups, rank_at(traces, position)
+    groups = traces.classes.groups
+    numbers = range(groups.first[axes], groups.first[axes] + groups.groups(axes))
+    return next(str(number) for number in numbers if rank in table[str(number)])
+
+
+@pytest.mark.parametrize(("model", "strategy", "options"), JOBS, ids=name_of)
+def test_bytes_decode_to_the_nodes_of_the_program(model: str, strategy: str, options: dict[str, Any]) -> None:
+    job = make_job(request(model, strategy, **options))
+    check_ranks(job)
+
+
+def test_bytes_decode_to_the_nodes_of_the_program_on_a_permuted_placement() -> None:
+    placement = (5, 3, 0, 7, 1, 6, 2, 4)
+    check_ranks(make_job(request("llama3-8b", "megatron_sp", pp=2, dp=2, tp=2, batch=6, placement=placement)))
+
+
+def check_ranks(job: Job) -> None:
+    traces = TraceSet.of(job)
+    for rank in sorted({0, 1, traces.world // 2, traces.world - 1}):
+        metadata, nodes = read_trace(traces.rank(rank))
+        assert metadata.version == "1.0.0"
+        found, wanted = list(nodes), list(expected(job, rank))
+        for a, b in zip(found, wanted, strict=True):
+            assert a == b
+
+
+def test_an_image_is_longer_than_a_plain_encoding_by_its_padding_alone() -> None:
+    job = make_job(request("llama3-8b", "megatron_sp", pp=2, dp=2, tp=2, batch=6))
+    plain = frame(encode_metadata("1.0.0")) + b"".join(frame(encode_node(node)) for node in expected(job, 0))
+    assert len(plain) < len(TraceSet.of(job).rank(0)) < 1.25 * len(plain)
+    assert list(read_trace(plain)[1]) == list(TraceSet.of(job).nodes(0))
+
+
+@pytest.mark.parametrize(("model", "strategy", "options"), JOBS, ids=name_of)
+def test_ids_ascend_and_dependencies_point_back_once(model: str, strategy: str, options: dict[str, Any]) -> None:
+    traces = TraceSet.of(make_job(request(model, strategy, **options)))
+    for rank in (0, traces.world - 1):
+        ids = []
+        for node in traces.nodes(rank):
+            assert len(set(node.data_deps)) == len(node.data_deps)
+            assert all(0 <= dep < node.id for dep in node.data_deps)
+            assert not node.ctrl_deps
+            ids.append(node.id)
+        assert ids == list(range(len(ids)))
