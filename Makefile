@@ -41,10 +41,10 @@ demo: $(READY)
 
 # pytest comes last, so that its closing line is the last one printed.
 test: lint typecheck
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n auto
 
 test-full: lint typecheck
-	@$(BIN)/python -m pytest -q -m ""
+	@$(BIN)/python -m pytest -q -n auto -m ""
 
 bench: $(READY)
 	@$(BIN)/python -m benchmarks.speed

@@ -134,7 +134,9 @@ class Executor:
             touched = [state for state in (step.src, step.dst) if isinstance(state, int)]
             same = replace(step, reduction="max") if step.src == "P" else step
             moved = all(dim < 2 for dim in touched)
-            self.slots[result] = oracle.run(self.slots[source], same, self.mesh)[0] if moved else self.slots[source]
+            found = oracle.run(self.slots[source], same, self.mesh)[0] if moved else self.slots[source]
+            # a pad adds zeros for slots of other devices, in the order of the tensor whose cotangent it makes
+            self.slots[result] = self.slots.get(result.removeprefix("d."), found) if node.op == "pad" else found
 
     def _local(self, graph: Graph, name: str, names: Any, here: Mapping[str, int], value: Any) -> Local:
         tensor, layout = graph.tensors[name], self.layout(graph, name)
@@ -204,8 +206,8 @@ def execute(
         ahead.put(block.forward, name, given[name])
     ahead.run(block.forward)
     known = {*block.saved, *(t.name for t in block.backward.parameters)}
-    behind = Executor(mesh, sizes, np.random.default_rng(2), {n: ahead.values[n] for n in known if n in ahead.values},
-                      {n: ahead.slots[n] for n in known if n in ahead.slots})
+    saved = {name: ahead.values[name] for name in known if name in ahead.values}
+    behind = Executor(mesh, sizes, np.random.default_rng(2), saved, dict(ahead.slots))
     behind.put(block.backward, block.seeds[0], seed)
     behind.run(block.backward)
     return ahead, behind

@@ -4,6 +4,7 @@ from typing import Any
 
 from stage.catalog import load_strategy
 from stage.request import Request, resolve_request
+from stage.strategy import Strategy
 
 COMMON = {"layers": 2, "d_model": 32, "heads": 4, "head_dim": 8, "vocab": 64, "seq": 16}
 DENSE = COMMON | {"d_ff": 64, "kv_heads": 2}
@@ -43,7 +44,7 @@ MESHES: tuple[dict[str, int], ...] = (
 )
 
 
-def request(model: str, strategy: str, **options: Any) -> Request:
+def request(model: str, strategy: str | Strategy, **options: Any) -> Request:
     """A job of a small model; the batch is one sequence for each of its data-parallel ranks unless given."""
     sizes = MODELS[model] | (options.pop("sizes", None) or {})
     return resolve_request(model, strategy, sizes=sizes, **{"vocab_multiple": 8} | options)

@@ -1,16 +1,20 @@
 """Sharded graphs compute what unsharded ones do, forward and backward; unsharded ones differentiate correctly."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
+from stage.catalog import load_strategy
 from stage.graph import Graph
 from stage.mesh import build_mesh
 from stage.model import Block
 from stage.passes.backward import Differentiated, differentiate
+from stage.request import Request
+from stage.strategy import Strategy
 from stage.synthesis import sharded_block, symbol_values
 from tests.executor import Executor, Floats, execute
 from tests.small import CASES, MESHES, MODELS, fits, name_of, request, uses
@@ -45,7 +49,7 @@ def unsharded(model: str, kind: str, batch: int, options: tuple[tuple[str, Any],
     return both, ahead, behind, given, seed
 
 
-def compare(model: str, strategy: str, mesh: dict[str, int], **options: Any) -> None:
+def compare(model: str, strategy: str | Strategy, mesh: dict[str, int], **options: Any) -> Request:
     job = request(model, strategy, **mesh, **options)
     sizes = symbol_values(job)
     plain = {key: value for key, value in options.items() if key in ("attention", "mask", "dropout")}
@@ -58,6 +62,7 @@ def compare(model: str, strategy: str, mesh: dict[str, int], **options: Any) -> 
         ahead_on, behind_on = execute(shard, job.mesh, sizes, given, seed)
         check_forward(block, both, ahead, shard, ahead_on)
         check_backward(block, both, behind, shard, behind_on)
+    return job
 
 
 def check_forward(block: Block, both: Differentiated, ahead: Executor, shard: Differentiated, on: Executor) -> None:
@@ -150,3 +155,13 @@ def test_recomputed_blocks_compute_the_same(strategy: str, recompute: str, atten
 def test_kv_heads_fewer_than_tp_are_replicated(strategy: str, options: dict[str, Any]) -> None:
     for model in ("llama3-8b", "qwen3-8b", "qwen2-7b"):
         compare(model, strategy, {"tp": 4}, **options)
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 4, "ep": 2}, {"dp": 4, "ep": 2}, {"dp": 4, "tp": 2, "ep": 4}], ids=name_of)
+def test_a_table_without_slots_repeats_work_but_computes_the_same(mesh: dict[str, int]) -> None:
+    table = load_strategy("megatron_moe")
+    less = replace(table, shard=tuple(row for row in table.shard if row[0] != "slots"))
+    job = compare("mixtral-8x7b", less, mesh)
+    weight = sharded_block(job, job.model.layers[0]).forward.layouts["moe.experts.down_proj.weight"]
+    (atom,) = job.mesh.expand("edp")
+    assert weight.state(atom) == "R", "a part of an axis whose other part shards the op"

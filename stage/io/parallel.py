@@ -108,5 +108,8 @@ def work() -> None:
                 done.append(written)
         except Exception as err:  # noqa: BLE001 - it is raised again where the worker was started
             failure = err
-        pickle.dump(failure or done, answers)
-        answers.flush()
+        try:
+            pickle.dump(failure or done, answers)
+            answers.flush()
+        except BrokenPipeError:  # who asked has gone
+            os._exit(1)

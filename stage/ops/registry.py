@@ -86,8 +86,7 @@ class Op:
 
     `flops` counts operations the kernel executes (a multiply-add is 2), `model_flops` those a FLOP count of
     the model credits it with; both take attributes, operands and results, all of one device's local sizes.
-    `bytes` is the traffic to device memory, given the width of a dtype. `linear` says that the result is
-    linear in each operand (or in the ones the attribute `linear_in` names), so that a pending sum may pass.
+    `bytes` is the traffic to device memory, given the width of a dtype.
     An op with `kernel=False` is a change of view and makes no node in a trace.
     """
 
