@@ -24,6 +24,7 @@ from stage.strategy import Strategy
 from stage.symbols import dtype_bytes, size
 from stage.tensor import Dim, Tensor
 from stage.trace.buckets import Bucket, plan_buckets
+from stage.trace.capacity import check_capacity
 from stage.trace.image import NameStyle
 from stage.trace.lower import Concrete, Lowered, lower
 from stage.trace.parameters import Parameter, Sharding, unit_parameters
@@ -85,6 +86,13 @@ def job(request: Request) -> Job:
     """Everything a trace set needs, computed once for each kind of block and each stage."""
     model, mesh = request.model, request.mesh
     widths = {"compute": dtype_bytes(request.dtype), "gradient": dtype_bytes(request.grad_dtype)}
+    check_capacity(
+        ranks=mesh.world,
+        layers=len(model.layers),
+        micro_batches=request.micro_batches,
+        steps=request.steps,
+        chunks=request.pipeline.chunks,
+    )
     concrete = Concrete(
         symbol_values(request), mesh, {"compute": request.dtype, "gradient": request.grad_dtype}
     )
