@@ -28,8 +28,8 @@ class RankClasses:
     """The classes of a job: pipeline stages, `count` of them, whose images `image` makes.
 
     `axes` are all sets of axes that communicate. `placement[position]` is the rank at a position of the mesh, None
-    where they are the same. An image is made once and kept; with `keep`, those used last are, up to so many bytes.
-    `digests` are the length and the SHA-256 of each image, where they are known already.
+    where they are the same; each class has `ranks_per_class`. An image is made once and kept; with `keep`, those used
+    last are, up to so many bytes. `digests` are the length and the SHA-256 of each image, where they are known.
     """
 
     def __init__(
@@ -44,6 +44,8 @@ class RankClasses:
         digests: Sequence[tuple[int, str]] = (),
     ) -> None:
         self.mesh, self.count, self.placement = mesh, count, placement
+        self._world = mesh.world  # a product over the atoms, asked for several times a rank
+        self.ranks_per_class = self._world // count
         self._keep, self._digests = keep, dict(enumerate(digests))
         self.groups = GroupTable(mesh, axes, placement)
         self._make = image
@@ -51,17 +53,11 @@ class RankClasses:
         self._stamps: dict[int, Stamp] = {}
         self._position = None if placement is None else np.argsort(placement)
 
-    @property
-    def ranks_per_class(self) -> int:
-        """Ranks of each class."""
-        return self.mesh.world // self.count
-
     def position(self, rank: int) -> int:
         """Where a rank stands on the mesh."""
-        if not 0 <= rank < self.mesh.world:
+        if not 0 <= rank < self._world:
             raise TraceError(
-                f"rank {rank} is not one of the {self.mesh.world} ranks; "
-                f"choose one from 0 to {self.mesh.world - 1}"
+                f"rank {rank} is not one of the {self._world} ranks; choose one from 0 to {self._world - 1}"
             )
         return rank if self._position is None else int(self._position[rank])
 
