@@ -95,6 +95,8 @@ def load_model(text: str | Path) -> LoadedModel:
     of the catalog wins over a folder of that name; write `./name` for the folder.
     """
     name = str(text)
+    if not name:
+        raise ModelError("the model is empty; give a name of `stage models`, a config.json or a .py file")
     stem, separator, variant = name.rpartition(":")
     if name.endswith(".py"):
         return _load_own(Path(name), None)
@@ -207,7 +209,7 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         del sys.modules[name]
         if isinstance(err, StageError):
             raise
@@ -216,7 +218,7 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _where(err: Exception, path: Path) -> str:
+def _where(err: BaseException, path: Path) -> str:
     lines = []
     trace = err.__traceback__
     while trace is not None:
@@ -251,7 +253,7 @@ def _near(name: str, known: list[str] | tuple[str, ...]) -> str:
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
-def _line(err: Exception) -> str:
+def _line(err: BaseException) -> str:
     return " ".join(str(err).split())
 
 

@@ -7,21 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stage.catalog import LoadedModel, default_strategy, load_model, load_strategy
-from stage.decoder import OPTIONAL
-from stage.errors import MeshError, ModelError, StageError, StrategyError
+from stage.catalog import default_strategy, load_strategy
+from stage.errors import MeshError, StageError, StrategyError
 from stage.graph import Options
 from stage.mesh import Mesh, build_mesh
 from stage.model import Model, SizeValue
 from stage.pipeline.schedule import Pipeline
 from stage.pipeline.schedules import plan_pipeline
+from stage.sizes import build_model
 from stage.strategy import Strategy
-from stage.symbols import dtype_bytes
 
-__all__ = ["Request", "build_model", "resolve_request"]
+__all__ = ["Request", "resolve_request"]
 
 VOCAB_MULTIPLE = 128
-DEFAULT_OPTIONS = Options()
+FLOATS = ("bf16", "fp16", "fp32", "fp64", "fp8")
 
 
 @dataclass(frozen=True)
@@ -53,49 +52,6 @@ class Request:
     def micro_batches(self) -> int:
         """Micro-batches of a step."""
         return self.pipeline.micro_batches
-
-
-def build_model(
-    model: str | Path | LoadedModel | Model,
-    sizes: Mapping[str, SizeValue] | None = None,
-    *,
-    options: Options = DEFAULT_OPTIONS,
-    mtp: bool = False,
-) -> tuple[Model, str]:
-    """A model by name, path or value with some sizes changed, and where it was found.
-
-    A `ModelError` for a size that the model does not have.
-    """
-    if isinstance(model, Model):
-        if sizes:
-            raise ModelError(
-                f"sizes {', '.join(sizes)} can not be set on a built model; change its sizes where it is built"
-            )
-        return model.with_options(options), model.name
-    loaded = model if isinstance(model, LoadedModel) else load_model(model)
-    known = dict(loaded.sizes)
-    for name, value in (sizes or {}).items():
-        known[name] = _sized(name, value, known, loaded.name)
-    if mtp:
-        if not known.get("mtp_modules"):
-            raise ModelError(f"{loaded.name} has no multi-token-prediction modules; leave --mtp out")
-        known["mtp"] = known["mtp_modules"]
-    return loaded.module.model(loaded.name, known).with_options(options), loaded.origin
-
-
-def _sized(name: str, value: SizeValue, known: Mapping[str, object], model: str) -> SizeValue:
-    if name not in known:
-        raise ModelError(f"size '{name}' is not one of {model}; its sizes are {', '.join(sorted(known))}")
-    if isinstance(known[name], bool):
-        if value not in (0, 1):
-            raise ModelError(f"size '{name}' of {model} is a switch, not {value}; set it to 0 or 1")
-        return bool(value)
-    if isinstance(known[name], tuple):
-        return value if isinstance(value, tuple) else (int(value),)
-    least = 0 if name in OPTIONAL else 1
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ModelError(f"size '{name}' of {model} is {value}; set it to a whole number of at least {least}")
-    return value
 
 
 def resolve_degrees(given: Mapping[str, int | None], gpus: int | None) -> dict[str, int]:
@@ -233,6 +189,10 @@ def resolve_request(
     chosen.check_degrees(degrees)
     _check_experts(built, degrees)
     _check_heads(built, degrees["tp"])
+    if dp_shard is not None and (dp_shard > degrees["dp"] or degrees["dp"] % dp_shard):
+        raise MeshError(
+            f"dp_shard = {dp_shard} does not divide dp = {degrees['dp']}; choose one that divides it"
+        )
     values = built.values
     mesh = build_mesh(
         **degrees, dp_shard=_shard_degree(chosen, degrees["dp"]), kv_heads=values.get("kv_heads")
@@ -241,8 +201,8 @@ def resolve_request(
     seq = values["seq"] if seq is None else seq
     if seq < 1 or steps < 1:
         raise StageError(f"seq = {seq} and steps = {steps} must both be at least 1; change the smaller one")
-    for kind in (dtype, grad_dtype):
-        dtype_bytes(kind)
+    for name, kind in (("dtype", dtype), ("grad_dtype", grad_dtype)):
+        _one_of(name, kind, FLOATS)
     return Request(
         model=built,
         origin=origin,

@@ -6,7 +6,7 @@ import pytest
 
 from stage.graph import Options, format_graph
 from stage.passes.backward import differentiate
-from stage.request import build_model
+from stage.sizes import build_model
 
 CASES = [
     ("llama3-8b", "layer", Options()),

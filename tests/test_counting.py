@@ -9,7 +9,7 @@ from stage.counting import Flops, closed_forms, count_block_parameters, count_fl
 from stage.graph import Graph, Options
 from stage.model import Model, SizeValue
 from stage.passes.backward import differentiate
-from stage.request import build_model
+from stage.sizes import build_model
 from stage.symbols import evaluate, size
 
 NAMES = [entry.name for entry in catalog.list_models()]

@@ -35,6 +35,7 @@ LEVELS = (
     ("cost",),
     ("explore",),
     ("catalog", "io"),
+    ("sizes",),
     ("request",),
     ("traceset",),
     ("verification",),

@@ -14,7 +14,7 @@ from stage.graph import Options
 from stage.hf import HFConfig
 from stage.model import Model, SizeValue
 from stage.passes.backward import differentiate
-from stage.request import build_model
+from stage.sizes import build_model
 
 NAMES = [entry.name for entry in catalog.list_models()]
 MODULES = {entry.model_types[0]: catalog.load_model(entry.name).module for entry in catalog.list_models()}

@@ -41,7 +41,7 @@ def attend(
 ) -> Tensor:
     """softmax(q k^T) v: one fused kernel, or three with the option `unfused`."""
     mask = {"mask": b.options.mask} | ({} if window is None else {"window": window})
-    if b.options.attention == "fused" and not b.options.dropout:
+    if b.options.attention == "fused":
         return b.op("attention", [q, k, v, *([sink] if sink is not None else [])], "core", **mask)[0]
     return _unfused(b, (q, k, v), mask, sink)
 

@@ -61,5 +61,6 @@ def _found(message: str, args: Sequence[str]) -> str:
 
 
 def _fail(message: str) -> int:
-    sys.stderr.write(f"stage: error: {' '.join(message.split())}\n")
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(message.split()))
+    sys.stderr.write(f"stage: error: {line}\n")
     return 2

@@ -196,6 +196,8 @@ def synth(
         raise StageError("--ranks: a bundle holds all ranks; leave it out, and choose them with stage unpack")
     if form == "bundle" and (resume or jobs > 1 or dask is not None):
         raise StageError("--format bundle writes one small file: leave out --resume, --jobs and --dask")
+    if not out:
+        raise StageError("--out is empty; name the folder, file or URL to write")
     traces = stage.synthesize(
         model,
         strategy,

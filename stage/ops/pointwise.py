@@ -4,11 +4,11 @@ Operands that lack a dimension of the first are broadcast along it (a bias, a sc
 sum over it. `flops` are the operations an element, as kernels execute them; these ops are bound by memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, register
+from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, moved_bytes, register
 from stage.tensor import Dim, Size, Tensor
 
 __all__ = ["FUNCTIONS", "Function"]
@@ -64,14 +64,42 @@ def _over_seq(tensor: Tensor) -> tuple[Factor, ...]:
     return tuple("seq" if name == "positions" else name for name in tensor.dim_names)
 
 
-ADD = register(Op("add", _like_first, _add_transpose, _add_flops, factors=add_factors, accumulates=False))
+def _rows_bytes(
+    attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: Callable[[str], int]
+) -> Size:
+    """As of any op, but of a table of positions only the rows of the sequence are touched."""
+    length = inputs[0].size("seq") if "seq" in inputs[0].dim_names else None
+    touched = [[_sliced(t, length) for t in group] for group in (inputs, outputs)]
+    return moved_bytes(attrs, touched[0], touched[1], width)
+
+
+def _sliced(tensor: Tensor, length: Size) -> Tensor:
+    if "positions" not in tensor.dim_names:
+        return tensor
+    dims = tuple(Dim(d.name, length) if d.name == "positions" else d for d in tensor.dims)
+    return tensor.named(tensor.name, dims=dims)
+
+
+ADD = register(
+    Op(
+        "add",
+        _like_first,
+        _add_transpose,
+        _add_flops,
+        factors=add_factors,
+        bytes=_rows_bytes,
+        accumulates=False,
+    )
+)
 
 
 def _reduce_flops(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Size:
     return inputs[0].elements
 
 
-REDUCE = register(Op("reduce", _like_first, None, _reduce_flops, factors=add_factors, accumulates=True))
+REDUCE = register(
+    Op("reduce", _like_first, None, _reduce_flops, factors=add_factors, bytes=_rows_bytes, accumulates=True)
+)
 
 
 def _function_flops(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Size:

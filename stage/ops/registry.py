@@ -11,7 +11,18 @@ from typing import Any, Protocol
 
 from stage.tensor import Dim, Size, Tensor
 
-__all__ = ["Attrs", "Factor", "Factors", "Op", "Tape", "dim_factors", "get_op", "register", "registered"]
+__all__ = [
+    "Attrs",
+    "Factor",
+    "Factors",
+    "Op",
+    "Tape",
+    "dim_factors",
+    "get_op",
+    "moved_bytes",
+    "register",
+    "registered",
+]
 
 Attrs = Mapping[str, Any]
 Factor = str | tuple[str, ...] | None

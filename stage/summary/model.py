@@ -11,7 +11,8 @@ from stage.counting import count_block_flops, count_block_parameters, count_para
 from stage.errors import StageError
 from stage.graph import Options
 from stage.model import Model, SizeValue
-from stage.request import Request, build_model, resolve_request
+from stage.request import Request, resolve_request
+from stage.sizes import build_model
 from stage.strategy import Strategy
 from stage.summary.forms import closed_forms
 

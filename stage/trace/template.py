@@ -12,6 +12,8 @@ parameters), names of their own for data-parallel work, and **streams**, whose p
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from stage.errors import TraceError
+
 __all__ = ["EARLIER", "Ref", "Template", "TemplateNode"]
 
 EARLIER = ("forward", "input")
@@ -52,6 +54,14 @@ class TemplateNode:
     phase: str = "forward"
     matmul: bool = False
     shapes: str = ""
+
+    def __post_init__(self) -> None:
+        for what, value in (("num_ops", self.flops), ("bytes", self.bytes)):
+            if value >> 63:
+                raise TraceError(
+                    f"{self.name} has {what} = {value:.3g}, which no trace can hold (64 bits); "
+                    "choose smaller sizes, a shorter seq or a smaller micro_batch"
+                )
 
     @property
     def is_compute(self) -> bool:
