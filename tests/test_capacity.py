@@ -24,6 +24,6 @@ def test_tags_are_positive_int32() -> None:
         check_capacity(**{**FITS, "micro_batches": (1 << 9) + 1})
 
 
-def test_a_job_with_too_many_layers_is_refused() -> None:
-    with pytest.raises(TraceError, match=r"^layers = 16385 is more than the 16384 "):
-        stage.synthesize("llama3-8b", gpus=1, seq=8, sizes={"layers": 16385})
+def test_a_job_with_too_many_steps_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"^steps = 16385 is more than the 16384 "):
+        stage.synthesize("llama3-8b", gpus=1, seq=8, steps=16385)

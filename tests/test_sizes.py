@@ -55,7 +55,7 @@ def test_a_node_beyond_64_bits_is_named() -> None:
 
 
 def test_an_inner_degree_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(StageError, match="^dp_shard = 3 does not divide dp = 2"):
+    with pytest.raises(StageError, match=r"^dp_shard = 3 does not divide dp = 2"):
         stage.synthesize("llama3-8b", "hsdp", gpus=2, dp_shard=3)
 
 
