@@ -14,7 +14,7 @@ from stage.io.bundle import bundle_classes, open_bundle, write_bundle
 from stage.io.chakra import DirectorySource, open_directory
 from stage.io.engine import Engine, in_process
 from stage.io.parallel import in_processes
-from stage.io.store import is_url
+from stage.io.store import local_path
 from stage.io.write import Content, write_set
 from stage.mesh import Mesh
 from stage.trace.classes import RankClasses
@@ -97,9 +97,10 @@ class TraceSet:
     @staticmethod
     def open(path: str | Path) -> "DirectorySource | TraceSet":
         """A trace set on disk, a folder or a bundle, with the same `rank`, `nodes`, `groups` and `manifest`."""
-        if is_url(path) or not Path(path).is_file():
+        file = local_path(path)
+        if file is None or not file.is_file():
             return open_directory(path)
-        bundle, again = open_bundle(path), partial(bundle_classes, Path(path).absolute())
+        bundle, again = open_bundle(file), partial(bundle_classes, file.absolute())
         return TraceSet(bundle.classes, bundle.description, bundle.summaries, again)
 
     def rank(self, rank: int) -> bytes:

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,12 +105,47 @@ def test_file_system_that_is_not_shared_is_named(tmp_path: Path) -> None:
 
 def test_scheduler_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stage.io.cluster.PATIENCE", 1)
-    for address in ("tcp://127.0.0.1:1", "nonsense://x"):
+    for address in ("tcp://127.0.0.1:1", "nonsense://x:3"):
         with pytest.raises(StageError) as caught:
             job().write(tmp_path / "out", dask=address)
         assert str(caught.value).startswith(f"no Dask scheduler answers at {address} (")
         assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_client_that_cannot_connect_is_closed(tmp_path: Path) -> None:
+    """Else it is closed at exit, which takes a minute and prints a traceback."""
+    started = time.monotonic()
+    line = command(tmp_path / "out", "--dask", "nonsense://x:3")
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no Dask scheduler answers" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(
+    "address", ["foo", "tcp://host", "host:", "host:port", "host:0", "tcp://h:65536", "h h:1", ""]
+)
+def test_address_that_is_none_is_refused_at_once(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("stage.io.cluster.CleanClient")
+    with pytest.raises(StageError) as caught:
+        job().write(tmp_path / "out", dask=address)
+    assert str(caught.value) == (
+        f"{address!r} is no address of a Dask scheduler: give a host and a port, as in tcp://host:8786"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "address", ["host:1", "tcp://10.0.0.1:8786", "tls://[::1]:65535", "inproc://10.0.0.1/7/1"]
+)
+def test_addresses_of_schedulers_pass(address: str) -> None:
+    from stage.io.cluster import check_address
+
+    check_address(address)
 
 
 def test_dask_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

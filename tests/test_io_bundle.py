@@ -19,12 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stage
+from stage.cli.source import open_source
 from stage.errors import TraceError
 from stage.io import container
 from stage.io.bundle import decode_positions, encode_positions, is_bundle, open_bundle
 from stage.io.bundle_job import JOB_LIMIT, MAX_MEMBERS, MAX_PATCHED, MAX_WORLD
 from stage.io.container import HEAD, MAGIC, MAX_MEMBER, open_container, write_container
 from stage.traceset import TraceSet
+from stage.verification import verify_path
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data"
@@ -213,12 +215,37 @@ def test_an_existing_bundle_is_replaced_only_by_force(tmp_path: Path) -> None:
     before = path.read_bytes()
     assert (
         message(path, job("one rank").write_bundle)
-        == "exists already: give another file, or force to replace the bundle"
+        == "exists already: give another file, or --force to replace the bundle"
     )
     assert path.read_bytes() == before
     job("one rank").write_bundle(path, force=True)
     assert opened(path).world == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["job.stage"]
+
+
+def test_a_url_of_a_file_is_its_path(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/job.stage"
+    job().write_bundle(url)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["job.stage"]
+    assert is_bundle(url)
+    assert isinstance(TraceSet.open(url), TraceSet)
+    assert verify_path(url).ok
+    assert isinstance(open_source(url), TraceSet)
+    assert open_source(f"file://{tmp_path}") == f"file://{tmp_path}"
+
+
+@pytest.mark.parametrize("url", ["memory://b.stage", "s3://bucket/b.stage"])
+def test_a_url_of_elsewhere_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for attempt in (job().write_bundle, open_bundle):
+        with pytest.raises(TraceError) as caught:
+            attempt(url)
+        assert str(caught.value) == (
+            f"{url} is a URL, but a bundle is one local file: write it to a path and copy it, "
+            "or use the directory format"
+        )
+    assert not is_bundle(url)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage.io.chakra import open_directory
+from stage.io.chakra import open_directory, write_directory
 from stage.io.recognise import recognise_classes
 from stage.request import resolve_request
 from stage.synthesis import job, synthesize
@@ -471,5 +471,29 @@ def test_no_manifest_breaks_the_search_for_classes(
 def test_ranks_that_are_missing_leave_no_classes(folder: Path) -> None:
     (folder / "trace.5.et").unlink()
     report = verify_set(open_directory(folder))
-    assert report.ok
+    assert [(defect.rule, defect.rank) for defect in report.defects] == [("rank-missing", 5)]
+    assert "has no file, but the manifest says that it is written" in report.defects[0].message
     assert report.unchecked
+
+
+def test_ranks_that_the_manifest_does_not_list_are_not_missed(folder: Path) -> None:
+    file = folder / "manifest.json"
+    manifest = json.loads(file.read_text())
+    for rank in (2, 5):
+        (folder / f"trace.{rank}.et").unlink()
+    file.write_text(json.dumps({**manifest, "written": [0, 1, 2, 3, 4, 6, 7]}))
+    report = verify_set(open_directory(folder))
+    assert [(defect.rule, defect.rank) for defect in report.defects] == [("rank-missing", 2)]
+    file.unlink()
+    assert verify_set(open_directory(folder)).ok
+
+
+def test_missing_ranks_are_named_up_to_a_limit(tmp_path: Path) -> None:
+    traces = {0: TraceSet.of(tiny_job(gpus=1, batch=1)).rank(0)}
+    manifest = {"world": 2**40, "written": "all"}
+    write_directory(tmp_path / "t", 1, traces, traces.__getitem__, {}, {})
+    (tmp_path / "t/manifest.json").write_text(json.dumps(manifest))
+    report = verify_set(open_directory(tmp_path / "t"))
+    missing = [defect for defect in report.defects if defect.rule == "rank-missing"]
+    assert [defect.rank for defect in missing] == [*range(1, 21), None]
+    assert missing[-1].message == f"{2**40 - 21} ranks more without a file"

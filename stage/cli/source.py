@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stage.io.store import is_url
+from stage.io.store import is_url, local_path
 
 if TYPE_CHECKING:
     from stage.traceset import TraceSet
@@ -25,7 +25,8 @@ def is_trace_set(place: str) -> bool:
 
 def open_source(place: str) -> "str | TraceSet":
     """The trace set in a bundle, or the place of another as it is."""
-    if is_url(place) or not Path(place).is_file():
+    path = local_path(place)
+    if path is None or not path.is_file():
         return place
     from stage.traceset import TraceSet
 

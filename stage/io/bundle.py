@@ -32,6 +32,7 @@ from stage.io.container import (
     open_container,
     write_container,
 )
+from stage.io.store import file_path, local_path
 from stage.mesh import Mesh
 from stage.trace.classes import RankClasses
 from stage.trace.expand import ClassImage
@@ -103,13 +104,13 @@ class ImageReader:
 
 def is_bundle(path: str | Path) -> bool:
     """Whether a path is a file that begins as a bundle does."""
-    file = Path(path)
-    return file.is_file() and is_container(file)
+    file = local_path(path)
+    return file is not None and file.is_file() and is_container(file)
 
 
 def open_bundle(path: str | Path) -> Bundle:
     """Return the bundle in a file; classes are read when they are asked for, and those used last are kept."""
-    container = open_container(Path(path))
+    container = open_container(file_path(path))
     content = container.read("job", JOB_LIMIT)
     with damage(container.path):
         job = parse_job(content)
@@ -155,7 +156,7 @@ def write_bundle(
     A file that stands there already is a `TraceError`, or with `force` replaced, if it is a bundle. `progress` is
     called with the number of classes written and of those to write.
     """
-    file = Path(path)
+    file = file_path(path)
     if traces.classes.mesh.world > MAX_WORLD:
         raise TraceError(
             f"{file}: a bundle has up to {MAX_WORLD:,} ranks, not {traces.classes.mesh.world:,}: write a directory"

@@ -5,9 +5,11 @@ the classes once. A chunk writes the same files however often it runs, so one wh
 """
 
 import pickle  # both ends are ours
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import stage
 from stage.errors import StageError, TraceError
@@ -26,10 +28,12 @@ __all__ = ["on_cluster"]
 RANKS_AT_ONCE = 64
 PATIENCE = 30
 RETRIES = 2
+ADDRESS = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*://)?(?:\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})/?")
 
 
 def on_cluster(address: str, remake: Callable[[], RankClasses]) -> Engine:
     """Return the engine of the cluster whose scheduler is at `address`; workers make the classes by `remake`."""
+    check_address(address)
 
     def engine(store: Store, prefix: str, ranks: Sequence[int]) -> Iterator[Written]:
         shareable(store)
@@ -72,14 +76,40 @@ def classes_of(recipe: bytes) -> RankClasses:
     return classes
 
 
+def check_address(address: str) -> None:
+    """Raise where an address can not be one of a scheduler, which Dask would try for long.
+
+    >>> check_address("tcp://10.0.0.1:8786")
+    """
+    if address.startswith("inproc://"):
+        return
+    match = ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[1]) < 1 << 16:
+        raise StageError(
+            f"{address!r} is no address of a Dask scheduler: give a host and a port, as in tcp://host:8786"
+        )
+
+
+class CleanClient(Client):  # type: ignore[misc]  # Dask has no types
+    """A client that closes if it can not connect; Dask leaves it half open but for an `OSError`, and hangs at exit."""
+
+    async def _start(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super()._start(*args, **options)
+        except Exception:
+            await self._close(fast=True)
+            raise
+
+
 @contextmanager
 def connected(address: str) -> Iterator[Client]:
     """A client of the scheduler, with at least one worker."""
     try:
-        client = Client(address, timeout=PATIENCE, set_as_default=False)
-    except (OSError, ValueError, TypeError) as err:
+        client = CleanClient(address, timeout=PATIENCE, set_as_default=False)
+    except Exception as err:  # what is no scheduler may answer anything
+        why = " ".join(str(err).split()) or type(err).__name__
         raise StageError(
-            f"no Dask scheduler answers at {address} ({err}): start one, or check the address"
+            f"no Dask scheduler answers at {address} ({why}): start one, or check the address"
         ) from err
     with client:
         try:

@@ -197,7 +197,7 @@ def check_target(path: Path, *, force: bool) -> None:
     if path.is_symlink() or not path.is_file() or not is_container(path):
         raise TraceError(f"{path} exists and is no bundle: give the name of a new file")
     if not force:
-        raise TraceError(f"{path} exists already: give another file, or force to replace the bundle")
+        raise TraceError(f"{path} exists already: give another file, or --force to replace the bundle")
 
 
 @contextmanager

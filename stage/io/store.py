@@ -13,7 +13,17 @@ from typing import Protocol
 
 from stage.errors import TraceError
 
-__all__ = ["Data", "FolderStore", "Store", "is_url", "open_store", "reading", "writing"]
+__all__ = [
+    "Data",
+    "FolderStore",
+    "Store",
+    "file_path",
+    "is_url",
+    "local_path",
+    "open_store",
+    "reading",
+    "writing",
+]
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::.*|://.*)", re.DOTALL)
 LOCAL = re.compile(r"(?:file|local)://", re.IGNORECASE)
@@ -122,6 +132,21 @@ def local_path(place: str | Path) -> Path | None:
         return Path(place)
     found = LOCAL.match(str(place))
     return Path(str(place)[found.end() :]) if found else None
+
+
+def file_path(place: str | Path) -> Path:
+    """Return the path of a bundle, which is one file on this machine; a URL of elsewhere is a `TraceError`.
+
+    >>> file_path("file:///data/job.stage")
+    PosixPath('/data/job.stage')
+    """
+    path = local_path(place)
+    if path is None:
+        raise TraceError(
+            f"{place} is a URL, but a bundle is one local file: write it to a path and copy it, "
+            "or use the directory format"
+        )
+    return path
 
 
 def open_store(place: str | Path) -> Store:

@@ -6,6 +6,7 @@ collectives and messages are compared, and all ranks are run together.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Protocol
 
 from stage.errors import StageError
@@ -21,6 +22,7 @@ from stage.trace.verify_run import run_together
 __all__ = ["Defect", "Report", "TraceSource", "compare_ranks", "verify"]
 
 SAMPLE = 32
+MISSING = 20
 
 
 class TraceSource(Protocol):
@@ -57,6 +59,7 @@ def verify(
     reader = RankReader(source.world, known, findings)
     ranks = list(source.ranks) if exhaustive else sample(source.ranks)
     records = read_ranks(source, ranks, reader, findings)
+    check_written(source, findings)
     note_missing(source, ranks, records, unchecked)
     if not known.known and any(group for record in records.values() for group in record.groups()):
         unchecked.append(
@@ -106,6 +109,22 @@ def read_ranks(
         except StageError as err:
             findings.add(rank, None, "file", str(err))
     return records
+
+
+def check_written(source: TraceSource, findings: Findings) -> None:
+    """Report the ranks that the manifest of a set, where it has one, says are written and that have no file."""
+    have = {rank for rank in source.ranks if 0 <= rank < source.world}
+    manifest = getattr(source, "manifest", None) if len(have) < source.world else None
+    written = manifest.get("written") if isinstance(manifest, Mapping) else None
+    listed: Sequence[int] = range(source.world) if written == "all" else ()
+    if isinstance(written, list):
+        listed = sorted({rank for rank in written if type(rank) is int and 0 <= rank < source.world})
+    for rank in islice((rank for rank in listed if rank not in have), MISSING):
+        text = "has no file, but the manifest says that it is written: copy the file, or write the set again"
+        findings.add(rank, None, "rank-missing", text)
+    more = len(listed) - len(have.intersection(listed)) - MISSING
+    if more > 0:
+        findings.add(None, None, "rank-missing", f"{plural(more, 'rank')} more without a file")
 
 
 def note_missing(
