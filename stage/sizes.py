@@ -39,6 +39,8 @@ def build_model(
     known = dict(loaded.sizes)
     for name, value in (sizes or {}).items():
         known[name] = _sized(name, value, known, loaded.name)
+    if "kv_heads" not in (sizes or {}) and loaded.sizes.get("kv_heads") == loaded.sizes.get("heads"):
+        known |= {"kv_heads": known["heads"]} if "kv_heads" in known else {}  # every head has its own, still
     if mtp:
         if not known.get("mtp_modules"):
             raise ModelError(f"{loaded.name} has no multi-token-prediction modules; leave --mtp out")

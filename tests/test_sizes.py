@@ -6,6 +6,7 @@ import pytest
 
 import stage
 from stage.errors import ModelError, StageError
+from stage.sizes import build_model
 
 HEADER = "from stage import Model\n"
 
@@ -71,3 +72,10 @@ def test_a_table_of_positions_is_read_by_rows() -> None:
     traces = stage.synthesize("gpt3-125m", gpus=1, batch=1, seq=64, sizes={"layers": 1})
     node = next(n for n in traces.nodes(0) if ".position/forward" in n.name)
     assert node.get("tensor_size") == 3 * 64 * 768 * 2  # x and its rows of the table in, their sum out
+
+
+def test_multi_head_attention_stays_so_when_heads_are_set() -> None:
+    model, _ = build_model("gpt3-175b", {"heads": 48})
+    assert model.values["kv_heads"] == 48
+    grouped, _ = build_model("llama3-8b", {"heads": 48})
+    assert grouped.values["kv_heads"] == 8
