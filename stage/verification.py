@@ -1,5 +1,6 @@
 """Verification of a trace set by the shortest way that proves it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from stage.io.chakra import DirectorySource
@@ -7,6 +8,7 @@ from stage.io.recognise import recognise_classes
 from stage.trace.report import Report
 from stage.trace.verify import verify
 from stage.trace.verify_classes import verify_classes
+from stage.trace.verify_manifest import manifest_defects
 from stage.traceset import TraceSet
 
 __all__ = ["verify_path", "verify_set"]
@@ -28,7 +30,9 @@ def verify_set(source: TraceSet | DirectorySource, *, exhaustive: bool = False) 
     >>> verify_set(traces).ok
     True
     """
-    if exhaustive:
-        return verify(source)
-    classes = source.classes if isinstance(source, TraceSet) else recognise_classes(source)
-    return verify(source) if classes is None else verify_classes(classes)
+    if isinstance(source, TraceSet):
+        return verify(source) if exhaustive else verify_classes(source.classes)
+    classes = recognise_classes(source)
+    report = verify(source) if exhaustive or classes is None else verify_classes(classes)
+    wrong = manifest_defects(source.manifest or {}, source.world, len(source.groups), classes)
+    return replace(report, defects=(*report.defects, *wrong))

@@ -435,7 +435,8 @@ def test_a_folder_that_its_manifest_does_not_describe_is_read_rank_by_rank(
     source = open_directory(folder)
     assert recognise_classes(source) is None
     assert verify_set(source) == verify_set(source, exhaustive=True)
-    assert verify_set(source).ok == (name == "manifest.json")
+    assert not verify_set(source).ok
+    assert name == "groups.json" or rules(verify_set(source)) == {"manifest"}
 
 
 @pytest.mark.parametrize("manifest", [{}, {"mesh": 3}, {"mesh": {"atoms": [["dp"]]}, "classes": [1]}])
@@ -465,7 +466,40 @@ def test_no_manifest_breaks_the_search_for_classes(
     for step in key[:-1]:
         place = place[step]
     place[key[-1]] = value
-    recognise_classes(replace(open_directory(folder), manifest=manifest))
+    source = replace(open_directory(folder), manifest=manifest)
+    recognise_classes(source)
+    assert rules(verify_set(source)) <= {"manifest"}
+
+
+WRONG: dict[str, tuple[tuple[str | int, ...], object]] = {
+    "ranks": (("ranks",), 9),
+    "groups": (("groups",), 3),
+    "written": (("written",), "some"),
+    "mesh": (("mesh", "atoms"), [["pp", 2], ["dp", 2], ["tp", 4]]),
+    "placement": (("placement",), [0] * 8),
+    "classes": (("classes",), [1, 2]),
+    "mesh of": (("mesh",), {}),
+    "classes of": (("classes",), [{}]),
+    "classes[1].sha256": (("classes", 1, "sha256"), "0" * 64),
+    "classes[0].bytes": (("classes", 0, "bytes"), 17),
+    "classes[1].nodes": (("classes", 1, "nodes"), 1),
+    "classes[0].num_ops": (("classes", 0, "num_ops"), 5.0),
+    "classes[0].ranks": (("classes", 0, "ranks"), 3),
+}
+
+
+@pytest.mark.parametrize("exhaustive", [False, True])
+@pytest.mark.parametrize("key", WRONG)
+def test_what_a_manifest_says_wrongly_is_found(folder: Path, key: str, exhaustive: bool) -> None:
+    path, value = WRONG[key]
+    manifest = place = json.loads((folder / "manifest.json").read_text())
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    report = verify_set(open_directory(folder), exhaustive=exhaustive)
+    assert [(defect.rule, defect.rank) for defect in report.defects] == [("manifest", None)]
+    assert report.defects[0].message.startswith(f"{key.split(maxsplit=1)[0]} of the manifest ")
 
 
 def test_ranks_that_are_missing_leave_no_classes(folder: Path) -> None:

@@ -20,6 +20,7 @@ from stage.trace.expand import ClassImage
 from stage.trace.groups import PIPELINE_ENDS, GroupTable
 from stage.trace.image import PEER_WIDTH
 from stage.trace.spans import GROUP_NAME, Span, communication_spans
+from stage.trace.verify_manifest import is_atom
 
 __all__ = ["recognise_classes"]
 
@@ -69,17 +70,6 @@ def read_shape(manifest: Mapping[str, Any]) -> Shape | None:
     if not isinstance(placed, list) or sorted(p for p in placed if type(p) is int) != [*range(found.world)]:
         return None
     return Shape(found, count, np.array(placed, np.int64))
-
-
-def is_atom(value: object) -> bool:
-    """Whether a value of a manifest is the name and the degree of an atom."""
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and isinstance(value[0], str)
-        and type(value[1]) is int
-        and value[1] > 1
-    )
 
 
 def read_classes(source: DirectorySource, shape: Shape) -> RankClasses | None:
