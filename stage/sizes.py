@@ -8,6 +8,7 @@ from stage.decoder import OPTIONAL
 from stage.errors import ModelError, StageError
 from stage.graph import Options
 from stage.model import Model, SizeValue
+from stage.trace.image import LAYER_WIDTH
 
 __all__ = ["DEFAULT_OPTIONS", "build_model"]
 
@@ -15,7 +16,7 @@ DEFAULT_OPTIONS = Options()
 MOST = 10**12
 """No size is larger: a product of a few still fits a trace's 64 bits, or is refused by name where it does not."""
 
-MOST_LAYERS = 1 << 14
+MOST_LAYERS = 1 << 7 * LAYER_WIDTH
 
 
 def build_model(

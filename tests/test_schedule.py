@@ -13,6 +13,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from benchmarks.records.schedules import SCHEDULES as RECORDED
 from stage.errors import StrategyError
 from stage.pipeline.bubble import run_schedule
 from stage.pipeline.schedule import Action, Pipeline
@@ -20,15 +21,6 @@ from stage.pipeline.schedules import SCHEDULES, order, plan_pipeline
 from stage.strategy import SCHEDULES as NAMES
 
 DATA = Path(__file__).parent / "data" / "groundtruth"
-TORCH = {
-    "ScheduleGPipe": "gpipe",
-    "Schedule1F1B": "1f1b",
-    "ScheduleInterleaved1F1B": "interleaved",
-    "ScheduleLoopedBFS": "looped-bfs",
-    "ScheduleInterleavedZeroBubble": "zb-h1",
-    "ScheduleZBVZeroBubble": "zb-v",
-    "ScheduleDualPipeV": "dualpipe-v",
-}
 MARKS = {"fwd": "F", "bwd": "B", "bwd_input": "I", "bwd_weight": "W"}
 ACTION = re.compile(r"\d+[FBIW]\d+")
 Record = tuple[str, int, int, int, list[str]]
@@ -40,7 +32,7 @@ def records() -> Iterator[Record]:
     Its table of 1F1B counts the last rank's forwards from 1, which its own check rejects, so only runs have that.
     """
     for table in json.loads(gzip.decompress((DATA / "pp_schedules_torch.json.gz").read_bytes()))["schedules"]:
-        name, orders = TORCH[table["schedule"]], table["compute_order"].values()
+        name, orders = RECORDED[table["schedule"]], table["compute_order"].values()
         if name != "1f1b":
             found = [" ".join(ACTION.findall(" ".join(filter(None, cells)))) for cells in orders]
             yield name, table["pp"], table["virtual_stages_per_rank"], table["microbatches"], found
@@ -49,7 +41,7 @@ def records() -> Iterator[Record]:
             " ".join(f"{op['stage']}{MARKS[op['mark']]}{op['mb']}" for op in ops if op.get("mark") in MARKS)
             for ops in run["step1"].values()
         ]
-        yield TORCH[run["schedule"]], run["pp"], run["virtual"], run["microbatches"], found
+        yield RECORDED[run["schedule"]], run["pp"], run["virtual"], run["microbatches"], found
 
 
 RECORDS = list(records())

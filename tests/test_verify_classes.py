@@ -313,7 +313,8 @@ def test_any_damaged_byte_of_a_class_is_found_by_both_or_by_none(number: int, wh
     healthy = small()
     traces = with_images(healthy, {number: change})
     by_class, by_rank = both(traces)
-    assert by_class.ok == by_rank.ok or rules(by_class) == {"patch-axes"}
+    # a renamed attribute that nobody demands (comm_dst of a receive) is none to a reader, but ranks are still put in
+    assert by_class.ok == by_rank.ok or rules(by_class) in ({"patch-axes"}, {"patch"})
     if not rules(by_class) & {"patch", "patch-axes", "file"}:
         assert rules(by_class) == rules(by_rank)
 

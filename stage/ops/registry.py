@@ -66,11 +66,6 @@ class Tape(Protocol):
         operand; otherwise an `add` follows. Gradients of parameters are always added into.
         """
 
-    def emit_temporary(
-        self, op: str, inputs: Sequence[str], like: str, dims: Sequence[Dim], **attrs: Any
-    ) -> str:
-        """Add a node whose result is no cotangent; it has the layout of the backward tensor `like`."""
-
     def alias(self, wrt: str, cotangent: str) -> None:
         """Use an existing backward tensor as the cotangent of `wrt` (an addition hands it on unchanged)."""
 

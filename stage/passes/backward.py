@@ -16,7 +16,7 @@ from stage.graph import Graph, Node
 from stage.layout import Layout
 from stage.ops import get_op
 from stage.passes.shard import UNORDERED
-from stage.tensor import Dim, Tensor
+from stage.tensor import Tensor
 
 __all__ = ["Differentiated", "differentiate"]
 
@@ -102,16 +102,6 @@ class _Tape:
                 self._add(x, existing[x], name)
             else:
                 self.cotangents[x] = name
-
-    def emit_temporary(
-        self, op: str, inputs: Sequence[str], like: str, dims: Sequence[Dim], **attrs: Any
-    ) -> str:
-        assert self.current is not None
-        name = f"{self.current.name}.{op}"
-        self.tensors[name] = Tensor(name, tuple(dims), self.tensors[like].dtype)
-        self.layouts[name] = self.layouts[like]
-        self._node(op, name, tuple(inputs), (name,), attrs)
-        return name
 
     def cotangent_like(self, primal: str) -> str:
         tensor = self.tensors[primal]

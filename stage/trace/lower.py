@@ -190,11 +190,9 @@ def _backward(
 ) -> Template:
     """The template of a backward graph or of a part of one."""
     nodes = chain(lowering.run())
-    made = lowering.sources
-    complete = {p: _index(made[t]) for p, t in block.gradients.items() if t in made}
     cotangent = block.cotangents[0] if block.cotangents else None
     output = _single(lowering.refs(cotangent)) if cotangent and cotangent in lowering.graph.tensors else None
-    return Template(block.forward.name, "backward", nodes, output, complete, numbers, part)
+    return Template(block.forward.name, "backward", nodes, output, numbers, part)
 
 
 def _handed(earlier: _Lowering, kind: str, name: str) -> tuple[Ref, ...]:
@@ -204,9 +202,3 @@ def _handed(earlier: _Lowering, kind: str, name: str) -> tuple[Ref, ...]:
 
 def _single(refs: tuple[Ref, ...]) -> Ref | None:
     return refs[-1] if refs else None
-
-
-def _index(refs: tuple[Ref, ...]) -> int:
-    assert refs, "a gradient is made by a node"
-    assert refs[-1].kind == "self", "a gradient is made inside its block"
-    return int(refs[-1].target)

@@ -102,8 +102,6 @@ class _Rank:
         return template
 
     def _gather_backward(self, action: Action, at: int) -> int:
-        if self.step.sharding.zero != 3:
-            return -1
         if at not in self.plan.chunks[action.chunk] or not self._backward_template(action, at).nodes:
             return -1
         return self.data.gather(at, action.micro_batch, "backward", self.assembly.last("compute"))

@@ -9,8 +9,7 @@ parameters), names of their own for data-parallel work, and **streams**, whose p
 `compute`, `comm`, and for receives one for each stage that something comes from.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from stage.errors import TraceError
 
@@ -79,16 +78,14 @@ class Template:
     """The nodes of one block in one phase, in program order.
 
     `block` and `phase` name it; `output` is what makes the tensor it hands on (its activation, or its cotangent).
-    `gradients` maps parameters to the index of the node after which their gradient is complete. `numbers` are those
-    an instance is named by (`layer`, `micro_batch`, or `bucket`, which then has so many `digits`) or marked with
-    (`chunk`, `pipeline_phase`). `part` says which part of a split backward it is: `input` or `weight`.
+    `numbers` are those an instance is named by (`layer`, `micro_batch`, or `bucket`, which then has so many `digits`)
+    or marked with (`chunk`, `pipeline_phase`). `part` says which part of a split backward it is: `input` or `weight`.
     """
 
     block: str
     phase: str
     nodes: tuple[TemplateNode, ...]
     output: Ref | None = None
-    gradients: Mapping[str, int] = field(default_factory=dict)
     numbers: tuple[str, ...] = ("layer", "micro_batch")
     part: str = ""
     digits: int = 0
