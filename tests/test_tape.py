@@ -48,8 +48,8 @@ def replayed(micro_batches: int) -> Program:
         for tape in (first, second):
             values: list[int] = []
             for name, *of in tape.symbols:
-                known = {**given, "own": assembly.nodes, "last": assembly.last(str(of[0])) if of else -1}
-                values.append(before[first.symbols.index(of[0])] if name == "earlier" else known[name])
+                numbers = {**given, "own": assembly.nodes, "last": assembly.last(str(of[0])) if of else -1}
+                values.append(before[first.symbols.index(of[0])] if name == "earlier" else numbers[name])
             before = values
             tape.replay(assembly, values)
     first.unroll()
