@@ -50,7 +50,8 @@ class Job:
 
     def axes(self) -> set[tuple[str, ...]]:
         """All sets of axes that communicate."""
-        return {n.axes for p in self.programs for t in p.templates for n in t.nodes if n.axes}
+        nodes = (n for p in self.programs for t in p.templates for n in t.nodes)
+        return {n.axes for n in nodes if n.axes and n.peer is None}
 
     def classes(self) -> RankClasses:
         """The rank classes, whose images are made on demand."""

@@ -50,7 +50,7 @@ def test_classes_have_the_ranks_with_the_same_coordinates(mesh: Mesh, data: st.D
 # ------------------------------------------------------------------------------------------ a set of classes
 
 
-def program(mesh: Mesh, coordinates: dict[str, int]) -> Program:
+def program(coordinates: dict[str, int]) -> Program:
     """Work that grows with the place along cp, a ring over it, and collectives over every axis."""
     stage, place = coordinates.get("pp", 0), coordinates.get("cp", 0)
     assembly = Assembly()
@@ -76,7 +76,7 @@ def variant_job(
 ) -> Job:
     """A job whose classes are stages and coordinates over `variants`; `change` is applied to nodes of a class."""
     parts = Partition.of(MESH, variants)
-    programs = [program(MESH, parts.coordinates(number)) for number in range(parts.count)]
+    programs = [program(parts.coordinates(number)) for number in range(parts.count)]
     if change is not None:
         for number, made in enumerate(programs):
             templates = [
