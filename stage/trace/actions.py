@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from stage.pipeline.schedule import Action, Pipeline
 from stage.trace.data_parallel import DataParallel
+from stage.trace.peer import Peer
 from stage.trace.program import NO_EARLIER, Assembly
 from stage.trace.tape import Recorder, Tape
 from stage.trace.template import Ref, Template, TemplateNode, chain
