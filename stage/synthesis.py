@@ -4,14 +4,16 @@ model -> graph of each kind of block -> sharded -> differentiated -> recomputati
 -> stages -> programs -> trace set
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import stage
+from stage.errors import StrategyError
 from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
 from stage.passes.fuse import fuse
@@ -28,8 +30,10 @@ from stage.trace.capacity import check_capacity
 from stage.trace.image import NameStyle
 from stage.trace.lower import Concrete, Lowered, lower
 from stage.trace.parameters import Parameter, Sharding, unit_parameters
+from stage.trace.partition import STAGES, Partition
 from stage.trace.plan import StagePlan, StepPlan, UnitPlan
 from stage.trace.program import Program
+from stage.trace.queries import query_atoms
 from stage.trace.stage_program import stage_program
 from stage.traceset import Job, TraceSet
 
@@ -55,10 +59,15 @@ def synthesize(
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of block, lowered."""
+    """A kind of block: its parameters, and its templates for a place, its coordinates over the atoms `variants`."""
 
-    templates: Lowered
     parameters: tuple[Parameter, ...]
+    variants: tuple[str, ...]
+    lowered: Callable[..., Lowered]
+
+    def templates(self, place: Mapping[str, int]) -> Lowered:
+        """The templates of the devices at a place; the same ones where nothing differs."""
+        return self.lowered(*(place[atom] for atom in self.variants))
 
 
 def sharded_block(request: Request, block: Block) -> Differentiated:
@@ -94,19 +103,25 @@ def job(request: Request) -> Job:
         chunks=request.pipeline.chunks,
     )
     concrete = Concrete(
-        symbol_values(request), mesh, {"compute": request.dtype, "gradient": request.grad_dtype}
+        symbol_values(request),
+        mesh,
+        {"compute": request.dtype, "gradient": request.grad_dtype},
+        consecutive=request.strategy.context_balance == "none",
     )
     kinds = {block: _lowered(request, block, concrete) for block in dict.fromkeys(model.blocks)}
     step = _step_plan(request, kinds, widths, concrete)
     stages = cut(model, request.pipeline, request.stage_layers)
-    programs = tuple(_program(rank, stages, kinds, step, request) for rank in range(request.pipeline.ranks))
+    classes = Partition.of(mesh, {atom for kind in kinds.values() for atom in kind.variants})
+    _check_balance(request, classes)
+    places = map(classes.coordinates, range(classes.count))
+    programs = tuple(_program(place, stages, kinds, step, request) for place in places)
     digits = NameStyle(
         len(str(len(model.layers) - 1)),
         len(str(request.micro_batches - 1)),
         len(str(request.steps - 1)) if request.steps > 1 else 0,
     )
     placement = None if request.placement is None else np.array(request.placement, np.int64)
-    return Job(mesh, programs, digits, describe(request, stages), placement)
+    return Job(mesh, programs, digits, describe(request, stages), placement, classes.axes)
 
 
 def _lowered(request: Request, block: Block, concrete: Concrete) -> _Kind:
@@ -114,8 +129,31 @@ def _lowered(request: Request, block: Block, concrete: Concrete) -> _Kind:
     own = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
     numbers = (*own, *request.pipeline.marks)
     split = get_schedule(request.strategy.schedule).splits
-    templates = lower(both, concrete, gathered=_gathered(request), numbers=numbers, split=split)
-    return _Kind(templates, tuple(unit_parameters(both.forward, concrete)))
+    variants = query_atoms((both.forward, both.backward)) if concrete.consecutive else ()
+    known: dict[Lowered, Lowered] = {}
+
+    @cache
+    def lowered(*coordinates: int) -> Lowered:
+        there = replace(concrete, place=dict(zip(variants, coordinates, strict=True)))
+        made = lower(both, there, gathered=_gathered(request), numbers=numbers, split=split)
+        return known.setdefault(made, made)
+
+    return _Kind(tuple(unit_parameters(both.forward, concrete)), variants, lowered)
+
+
+def _check_balance(request: Request, classes: Partition) -> None:
+    """A `StrategyError` where work is to be left unbalanced that is not uneven."""
+    if request.strategy.context_balance != "none" or set(classes.axes) - {STAGES}:
+        return
+    why = (
+        "attention has no causal mask"
+        if request.model.options.mask == "full"
+        else f"no axis shards the sequence of attention (cp = {request.degrees['cp']})"
+    )
+    raise StrategyError(
+        f"context_balance = none leaves ranks unequal work under a causal mask, but {why}; leave it out, "
+        "or take a causal mask and a cp above 1"
+    )
 
 
 def _gathered(request: Request) -> bool:
@@ -173,11 +211,16 @@ def _shared(request: Request, kinds: Mapping[Block, _Kind]) -> list[Parameter]:
 
 
 def _program(
-    rank: int, stages: list[list[Unit]], kinds: Mapping[Block, _Kind], step: StepPlan, request: Request
+    place: Mapping[str, int],
+    stages: list[list[Unit]],
+    kinds: Mapping[Block, _Kind],
+    step: StepPlan,
+    request: Request,
 ) -> Program:
-    """The program of the ranks that hold certain stages."""
+    """The program of the ranks at a place: of the pipeline, and of the atoms that their work depends on."""
+    rank = place.get(STAGES, 0)
     held = [stages[request.pipeline.stage(rank, chunk)] for chunk in range(request.pipeline.chunks)]
-    plans = _unit_plans([unit for units in held for unit in units], kinds, request)
+    plans = _unit_plans([unit for units in held for unit in units], kinds, place, request)
     shared = [p.name for p in _shared(request, kinds)]
     chunks: list[range] = []
     buckets: list[Bucket] = []
@@ -191,7 +234,9 @@ def _program(
     return stage_program(StagePlan(rank, tuple(plans), tuple(chunks), tuple(buckets)), step)
 
 
-def _unit_plans(units: list[Unit], kinds: Mapping[Block, _Kind], request: Request) -> list[UnitPlan]:
+def _unit_plans(
+    units: list[Unit], kinds: Mapping[Block, _Kind], place: Mapping[str, int], request: Request
+) -> list[UnitPlan]:
     """The blocks of a rank; a parameter that two of them share belongs to the first."""
     seen: set[str] = set()
     plans = []
@@ -200,7 +245,8 @@ def _unit_plans(units: list[Unit], kinds: Mapping[Block, _Kind], request: Reques
         own = tuple(p for p in kind.parameters if unit.layer >= 0 or p.name not in seen)
         seen.update(p.name for p in own if unit.layer < 0)
         head = unit.block == request.model.head
-        plans.append(UnitPlan(unit.block.kind, unit.layer, kind.templates, own, kind.parameters, head))
+        templates = kind.templates(place)
+        plans.append(UnitPlan(unit.block.kind, unit.layer, templates, own, kind.parameters, head))
     return plans
 
 
@@ -233,4 +279,5 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "dropout": request.model.options.dropout,
         "stage_layers": [sum(unit.layer >= 0 for unit in units) for units in stages],
         "placement": None if request.placement is None else list(request.placement),
+        **({} if strategy.context_balance == "zigzag" else {"context_balance": strategy.context_balance}),
     }
