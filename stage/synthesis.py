@@ -4,9 +4,7 @@ model -> graph of each kind of block -> sharded -> differentiated -> recomputati
 -> stages -> programs -> trace set
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +26,12 @@ from stage.tensor import Dim, Tensor
 from stage.trace.buckets import Bucket, plan_buckets
 from stage.trace.capacity import check_capacity
 from stage.trace.image import NameStyle
-from stage.trace.lower import Concrete, Lowered, lower
-from stage.trace.parameters import Parameter, Sharding, unit_parameters
+from stage.trace.kind import BlockKind
+from stage.trace.lower import Concrete
+from stage.trace.parameters import Parameter, Sharding
 from stage.trace.partition import STAGES, Partition
 from stage.trace.plan import StagePlan, StepPlan, UnitPlan
 from stage.trace.program import Program
-from stage.trace.queries import query_atoms
 from stage.trace.stage_program import stage_program
 from stage.traceset import Job, TraceSet
 
@@ -55,19 +53,6 @@ def synthesize(
     """
     request = resolve_request(model, strategy, **options)
     return TraceSet.of(job(request))
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """A kind of block: its parameters, and its templates for a place, its coordinates over the atoms `variants`."""
-
-    parameters: tuple[Parameter, ...]
-    variants: tuple[str, ...]
-    lowered: Callable[..., Lowered]
-
-    def templates(self, place: Mapping[str, int]) -> Lowered:
-        """The templates of the devices at a place; the same ones where nothing differs."""
-        return self.lowered(*(place[atom] for atom in self.variants))
 
 
 def sharded_block(request: Request, block: Block) -> Differentiated:
@@ -108,12 +93,12 @@ def job(request: Request) -> Job:
         {"compute": request.dtype, "gradient": request.grad_dtype},
         consecutive=request.strategy.context_balance == "none",
     )
-    kinds = {block: _lowered(request, block, concrete) for block in dict.fromkeys(model.blocks)}
+    kinds = {block: _kind(request, block, concrete) for block in dict.fromkeys(model.blocks)}
     step = _step_plan(request, kinds, widths, concrete)
     stages = cut(model, request.pipeline, request.stage_layers)
-    classes = Partition.of(mesh, {atom for kind in kinds.values() for atom in kind.variants})
+    classes = Partition.of(mesh, [atom for kind in kinds.values() for atom in kind.variants])
     _check_balance(request, classes)
-    places = map(classes.coordinates, range(classes.count))
+    places = [classes.coordinates(number) for number in range(classes.count)]
     programs = tuple(_program(place, stages, kinds, step, request) for place in places)
     digits = NameStyle(
         len(str(len(model.layers) - 1)),
@@ -124,21 +109,15 @@ def job(request: Request) -> Job:
     return Job(mesh, programs, digits, describe(request, stages), placement, classes.axes)
 
 
-def _lowered(request: Request, block: Block, concrete: Concrete) -> _Kind:
-    both = sharded_block(request, block)
+def _kind(request: Request, block: Block, concrete: Concrete) -> BlockKind:
     own = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
-    numbers = (*own, *request.pipeline.marks)
-    split = get_schedule(request.strategy.schedule).splits
-    variants = query_atoms((both.forward, both.backward)) if concrete.consecutive else ()
-    known: dict[Lowered, Lowered] = {}
-
-    @cache
-    def lowered(*coordinates: int) -> Lowered:
-        there = replace(concrete, place=dict(zip(variants, coordinates, strict=True)))
-        made = lower(both, there, gathered=_gathered(request), numbers=numbers, split=split)
-        return known.setdefault(made, made)
-
-    return _Kind(tuple(unit_parameters(both.forward, concrete)), variants, lowered)
+    return BlockKind(
+        sharded_block(request, block),
+        concrete,
+        numbers=(*own, *request.pipeline.marks),
+        gathered=_gathered(request),
+        split=get_schedule(request.strategy.schedule).splits,
+    )
 
 
 def _check_balance(request: Request, classes: Partition) -> None:
@@ -163,7 +142,7 @@ def _gathered(request: Request) -> bool:
 
 
 def _step_plan(
-    request: Request, kinds: Mapping[Block, _Kind], widths: Mapping[str, int], concrete: Concrete
+    request: Request, kinds: Mapping[Block, BlockKind], widths: Mapping[str, int], concrete: Concrete
 ) -> StepPlan:
     model, strategy, mesh = request.model, request.strategy, request.mesh
     x = model.graph(model.layers[0]).tensors["x"]
@@ -198,7 +177,7 @@ def _step_plan(
     )
 
 
-def _shared(request: Request, kinds: Mapping[Block, _Kind]) -> list[Parameter]:
+def _shared(request: Request, kinds: Mapping[Block, BlockKind]) -> list[Parameter]:
     """Parameters that first and last block both have on different ranks.
 
     They are a tied token table, or that of a prediction module.
@@ -213,7 +192,7 @@ def _shared(request: Request, kinds: Mapping[Block, _Kind]) -> list[Parameter]:
 def _program(
     place: Mapping[str, int],
     stages: list[list[Unit]],
-    kinds: Mapping[Block, _Kind],
+    kinds: Mapping[Block, BlockKind],
     step: StepPlan,
     request: Request,
 ) -> Program:
@@ -235,7 +214,7 @@ def _program(
 
 
 def _unit_plans(
-    units: list[Unit], kinds: Mapping[Block, _Kind], place: Mapping[str, int], request: Request
+    units: list[Unit], kinds: Mapping[Block, BlockKind], place: Mapping[str, int], request: Request
 ) -> list[UnitPlan]:
     """The blocks of a rank; a parameter that two of them share belongs to the first."""
     seen: set[str] = set()

@@ -17,9 +17,9 @@ __all__ = ["own_chunk", "query_atoms"]
 QUERIES = "seq"
 
 
-def query_atoms(graphs: Iterable[Graph]) -> tuple[str, ...]:
-    """The atoms that shard the queries of some op under a mask, in the order in which they are met."""
-    return tuple(dict.fromkeys(a for graph in graphs for node in graph.nodes for a in _atoms(graph, node)))
+def query_atoms(graphs: Iterable[Graph]) -> frozenset[str]:
+    """The atoms that shard the queries of some op under a mask."""
+    return frozenset(atom for graph in graphs for node in graph.nodes for atom in _atoms(graph, node))
 
 
 def own_chunk(graph: Graph, node: Node, place: Mapping[str, int], mesh: Mesh) -> Chunk | None:
