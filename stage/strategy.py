@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from stage.context import Context, parse_context
 from stage.errors import StrategyError
 
 __all__ = ["AXES", "DIMS", "MESH", "RECOMPUTE", "SCHEDULES", "Strategy", "parse_strategy"]
@@ -68,6 +69,7 @@ class Strategy:
     reshard_after_forward: bool | int = (
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
+    context: str = "all_gather"  # how attention meets keys of other cp ranks; `stage.context` has the forms
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
     default_for: tuple[str, ...] = ()  # architectures that take this strategy when none is named
 
@@ -82,6 +84,16 @@ class Strategy:
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes that may shard `dim`, major first; none for a dim that the table does not have."""
         return dict(self.shard).get(dim, ())
+
+    @property
+    def contexts(self) -> Context:
+        """How attention meets the keys of other ranks."""
+        return parse_context(self.context)
+
+    @property
+    def table(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """The rows of `shard`, and those that `context` adds within the attention core."""
+        return self.contexts.table(self.shard)
 
     def replace(self, **options: object) -> "Strategy":
         """This strategy with the options that are not None set, checked as the file's keys are."""
@@ -124,6 +136,14 @@ def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise StrategyError(f"{where} is {value!r}; a text is expected")
     return value
+
+
+def _context(value: object, where: str) -> str:
+    text = _text(value, where)
+    try:
+        return parse_context(text).name
+    except StrategyError as err:
+        raise StrategyError(f"{where.removesuffix('context')}{err}") from err
 
 
 def _flag(value: object, where: str) -> bool:
@@ -218,6 +238,7 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "bucket_size": _integer(0),
     "dp_shard": _integer(1),
     "reshard_after_forward": _reshard,
+    "context": _context,
     "bucket_first_stage": _flag,
     "fuse": _flag,
     "default_for": _names(ARCHITECTURES, "architecture"),

@@ -66,7 +66,7 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
     mesh, strategy = request.mesh, request.strategy
     sizes = symbol_values(request)
     whole = request.model.graph(block)
-    graph = shard(fuse(whole) if strategy.fuse else whole, strategy.shard, mesh, sizes)
+    graph = shard(fuse(whole) if strategy.fuse else whole, strategy.table, mesh, sizes)
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
     if strategy.recompute != "none" and block in request.model.layers:
         both = recompute(both, strategy.recompute)
@@ -77,7 +77,7 @@ def symbol_values(request: Request) -> dict[str, int]:
     """A value for every size symbol; `sources` is how many parts the slots of an expert come from."""
     tokens = Tensor("tokens", (Dim("batch", size("batch")), Dim("seq", size("seq"))))
     values, mesh = dict(request.sizes), request.mesh
-    rest = rest_layout(tokens, request.strategy.shard, mesh, values)
+    rest = rest_layout(tokens, request.strategy.table, mesh, values)
     parts = {*rest.sharding, *mesh.expand(request.strategy.axes("slots"))}
     return values | {"sources": mesh.degree(parts)}
 
@@ -130,7 +130,7 @@ def _step_plan(
     model, strategy, mesh = request.model, request.strategy, request.mesh
     x = model.graph(model.layers[0]).tensors["x"]
     message = (
-        concrete.local(x, rest_layout(x, strategy.shard, mesh, concrete.sizes)).elements * widths["compute"]
+        concrete.local(x, rest_layout(x, strategy.table, mesh, concrete.sizes)).elements * widths["compute"]
     )
     replicate = frozenset(mesh.expand(["dp_replicate"])) if strategy.dp_shard is not None else frozenset()
     sharding = Sharding(strategy.zero, replicate)
@@ -219,6 +219,7 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "micro_batches": request.micro_batches,
         "seq": request.seq,
         "steps": request.steps,
+        "context": strategy.context,
         "schedule": strategy.schedule,
         "vpp": request.pipeline.chunks,
         "recompute": strategy.recompute,
