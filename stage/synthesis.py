@@ -16,6 +16,7 @@ from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
 from stage.passes.fuse import fuse
 from stage.passes.recompute import recompute
+from stage.passes.ring import circulate, expand_ring
 from stage.passes.shard import rest_layout, shard
 from stage.pipeline.schedules import get_schedule
 from stage.pipeline.stages import Unit, cut
@@ -66,8 +67,11 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
     mesh, strategy = request.mesh, request.strategy
     sizes = symbol_values(request)
     whole = request.model.graph(block)
+    if strategy.contexts.circulates:
+        whole = circulate(whole)
     graph = shard(fuse(whole) if strategy.fuse else whole, strategy.table, mesh, sizes)
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
+    both = expand_ring(both, mesh, sizes)
     if strategy.recompute != "none" and block in request.model.layers:
         both = recompute(both, strategy.recompute)
     return both
