@@ -25,7 +25,7 @@ from stage.strategy import Strategy
 from stage.symbols import dtype_bytes, size
 from stage.tensor import Dim, Tensor
 from stage.trace.buckets import Bucket, plan_buckets
-from stage.trace.capacity import check_capacity
+from stage.trace.capacity import check_capacity, check_tags
 from stage.trace.image import NameStyle
 from stage.trace.lower import Concrete, Lowered, lower
 from stage.trace.parameters import Parameter, Sharding, unit_parameters
@@ -103,6 +103,13 @@ def job(request: Request) -> Job:
     kinds = {block: _lowered(request, block, concrete) for block in dict.fromkeys(model.blocks)}
     step = _step_plan(request, kinds, widths, concrete)
     stages = cut(model, request.pipeline, request.stage_layers)
+    check_tags(
+        micro_batches=request.micro_batches,
+        steps=request.steps,
+        chunks=request.pipeline.chunks,
+        blocks=len(model.blocks),
+        messages=max(kind.templates.messages for kind in kinds.values()),
+    )
     programs = tuple(_program(rank, stages, kinds, step, request) for rank in range(request.pipeline.ranks))
     digits = NameStyle(
         len(str(len(model.layers) - 1)),
