@@ -12,6 +12,7 @@ from stage.errors import MeshError, StageError, StrategyError
 from stage.graph import Options
 from stage.mesh import Mesh, build_mesh
 from stage.model import Model, SizeValue
+from stage.passes.shard import Table
 from stage.pipeline.schedule import Pipeline
 from stage.pipeline.schedules import plan_pipeline
 from stage.sizes import build_model
@@ -47,6 +48,11 @@ class Request:
     steps: int
     stage_layers: tuple[int, ...] | None
     placement: tuple[int, ...] | None
+
+    @property
+    def table(self) -> Table:
+        """The rows of the strategy's `shard`, and what its `context` adds within the attention core."""
+        return self.strategy.contexts.table(self.strategy.shard, self.degrees["cp"])
 
     @property
     def micro_batches(self) -> int:

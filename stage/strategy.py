@@ -90,11 +90,6 @@ class Strategy:
         """How attention meets the keys of other ranks."""
         return parse_context(self.context)
 
-    @property
-    def table(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """The rows of `shard`, and those that `context` adds within the attention core."""
-        return self.contexts.table(self.shard)
-
     def replace(self, **options: object) -> "Strategy":
         """This strategy with the options that are not None set, checked as the file's keys are."""
         given = {key: value for key, value in options.items() if value is not None}

@@ -69,7 +69,7 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
     whole = request.model.graph(block)
     if strategy.contexts.circulates:
         whole = circulate(whole)
-    graph = shard(fuse(whole) if strategy.fuse else whole, strategy.table, mesh, sizes)
+    graph = shard(fuse(whole) if strategy.fuse else whole, request.table, mesh, sizes)
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
     both = expand_ring(both, mesh, sizes)
     if strategy.recompute != "none" and block in request.model.layers:
@@ -81,7 +81,7 @@ def symbol_values(request: Request) -> dict[str, int]:
     """A value for every size symbol; `sources` is how many parts the slots of an expert come from."""
     tokens = Tensor("tokens", (Dim("batch", size("batch")), Dim("seq", size("seq"))))
     values, mesh = dict(request.sizes), request.mesh
-    rest = rest_layout(tokens, request.strategy.table, mesh, values)
+    rest = rest_layout(tokens, request.table, mesh, values)
     parts = {*rest.sharding, *mesh.expand(request.strategy.axes("slots"))}
     return values | {"sources": mesh.degree(parts)}
 
@@ -141,7 +141,7 @@ def _step_plan(
     model, strategy, mesh = request.model, request.strategy, request.mesh
     x = model.graph(model.layers[0]).tensors["x"]
     message = (
-        concrete.local(x, rest_layout(x, strategy.table, mesh, concrete.sizes)).elements * widths["compute"]
+        concrete.local(x, rest_layout(x, request.table, mesh, concrete.sizes)).elements * widths["compute"]
     )
     replicate = frozenset(mesh.expand(["dp_replicate"])) if strategy.dp_shard is not None else frozenset()
     sharding = Sharding(strategy.zero, replicate)
