@@ -12,7 +12,7 @@ Invariants:
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -115,6 +115,17 @@ class Mesh:
         for name, degree in reversed(self.atoms):
             rank, result[name] = divmod(rank, degree)
         return dict(reversed(result.items()))
+
+    def index(self, names: Iterable[str] | str, coordinates: Mapping[str, int]) -> int:
+        """The number of a place along the named axes and atoms, flattened with the last one varying fastest.
+
+        >>> build_mesh(dp=2, tp=4).index(["dp", "tp"], {"dp": 1, "tp": 2})
+        6
+        """
+        index = 0
+        for atom in self.expand(names):
+            index = index * self.degree(atom) + coordinates[atom]
+        return index
 
     def stride(self, atom: str) -> int:
         """The distance in rank of neighbours along the atom.

@@ -57,7 +57,8 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
     placement.write_text("1 0")
     line = (
         "synth llama3-8b --strategy fsdp --gpus 8 --dp 2 --tp 2 --pp 2 --cp 1 --ep 2 --etp 1 --vpp 2 --dp-shard 2 "
-        "--batch 16 --micro-batch 2 --seq 128 --schedule gpipe --zero 1 --recompute full --stage-layers 3,2x2 "
+        "--batch 16 --micro-batch 2 --seq 128 --schedule gpipe --zero 1 --recompute full "
+        "--context-balance none --stage-layers 3,2x2 "
         "--grad-reduce microbatch --dtype fp16 --grad-dtype bf16 --no-clip --vocab-multiple 64 --dropout --steps 2 "
         "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 --context ring "
         f"--out {tmp_path / 't'} --force --json --placement {placement} --resume --jobs 3 --dask tcp://host:8786"
@@ -83,6 +84,7 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "schedule": "gpipe",
         "zero": 1,
         "recompute": "full",
+        "context_balance": "none",
         "stage_layers": [3, 2, 2],
         "grad_reduce": "microbatch",
         "dtype": "fp16",
@@ -109,8 +111,24 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
     }
 
 
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ((), "exists already"),
+        (("--format", "bundle"), "is no bundle"),
+        (("--format", "bundle", "--out", "s3://bucket/job.stage"), "a bundle is one local file"),
+    ],
+)
+def test_a_place_that_can_not_be_written_is_refused_before_any_work(
+    recorder: Recorder, tmp_path: Path, capsys: Capture, more: tuple[str, ...], text: str
+) -> None:
+    assert main(["synth", "llama3-8b", "--out", str(tmp_path), *more]) == 2
+    assert text in capsys.readouterr().err
+    assert recorder.calls == []
+
+
 def test_synth_leaves_what_is_not_given_to_the_strategy(recorder: Recorder, tmp_path: Path) -> None:
-    assert main(["synth", "m", "--out", str(tmp_path)]) == 0
+    assert main(["synth", "m", "--out", str(tmp_path / "t")]) == 0
     (model, options), (_, writing) = recorder.calls
     assert model == ("m",)
     given = {key: value for key, value in options.items() if value is not None}

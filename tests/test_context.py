@@ -11,6 +11,7 @@ from stage.strategy import parse_strategy
 from stage.trace.capacity import check_tags
 from stage.trace.limits import TAG_LIMIT
 from stage.trace.verify import verify
+from stage.trace.verify_classes import verify_classes
 from tests.small import MODELS, name_of, request
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -37,6 +38,10 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama3-8b", "ring:2x2", {"cp": 4, "tp": 2, "recompute": "selective"}),
     ("llama3-8b", "ring:2x4", {"cp": 8, "recompute": "full"}),
     ("gpt-oss-20b", "ring:4x2", {"cp": 8, "ep": 4}),
+    ("llama3-8b", "ring", {"cp": 4, "tp": 2, "pp": 2, "batch": 4, "context_balance": "none"}),
+    ("llama3-8b", "ring", {"cp": 4, "pp": 2, "batch": 4, "context_balance": "none", "schedule": "zb-h1"}),
+    ("gpt-oss-20b", "ring", {"cp": 4, "dp": 2, "ep": 4, "context_balance": "none", "recompute": "selective"}),
+    ("deepseek-v3", "ring:2x2", {"cp": 4, "context_balance": "none", "recompute": "full"}),
 ]
 
 
@@ -49,8 +54,9 @@ def traces(model: str, context: str, options: dict[str, Any]) -> stage.TraceSet:
 @pytest.mark.parametrize(("model", "context", "options"), CASES, ids=name_of)
 def test_a_set_has_no_defect(model: str, context: str, options: dict[str, Any]) -> None:
     found = traces(model, context, options)
-    report = verify(found)
-    assert report.ok, report.defects
+    by_rank, by_class = verify(found), verify_classes(found.classes)
+    assert by_rank.defects == by_class.defects == ()
+    assert by_rank.nodes == by_class.nodes
     assert found.manifest["context"] == context
     check_messages(found)
 
@@ -73,6 +79,41 @@ def check_messages(found: stage.TraceSet) -> None:
         assert sorted(map(str, messages)) == sorted(map(str, received[ends]))
         rounds = [message for message in messages if message[2]]
         assert rounds == [message for message in received[ends] if message[2]], f"{ends}: two orders"
+
+
+def steps(found: stage.TraceSet, rank: int, phase: str) -> dict[int, int]:
+    """The work of each step of the rings of the first layer of a rank."""
+    own = [
+        n for n in found.nodes(rank) if n.get("layer") == 0 and n.get("phase") == phase and ".step" in n.name
+    ]
+    return {int(n.name.partition(".step")[2].partition("/")[0]): int(str(n.get("num_ops"))) for n in own}
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_ranks_of_consecutive_parts_skip_the_blocks_behind_them(phase: str) -> None:
+    """Rank i has i blocks before its own, each twice the work of the diagonal; what it skips it still passes on."""
+    even = traces("llama3-8b", "ring", {"cp": 4})
+    uneven = traces("llama3-8b", "ring", {"cp": 4, "context_balance": "none"})
+    half = steps(even, 0, phase)[0]
+    for rank in uneven.ranks:
+        assert steps(even, rank, phase) == dict.fromkeys(range(4), half)
+        assert steps(uneven, rank, phase) == {0: half} | dict.fromkeys(range(1, rank + 1), 2 * half)
+    assert uneven.manifest["class_axes"] == ["cp"]
+    messages = [
+        [n.get("comm_size") for n in uneven.nodes(rank) if n.get("comm_tag") is not None] for rank in range(4)
+    ]
+    assert messages == 4 * [[n.get("comm_size") for n in even.nodes(0) if n.get("comm_tag") is not None]]
+
+
+def test_a_window_leaves_consecutive_parts_what_is_near() -> None:
+    """Windowed layers of parts of 4 tokens: 3 keys reach into the part before alone, and the first part has none."""
+    options = {"cp": 4, "context_balance": "none", "sizes": {"window": 3}}
+    uneven = traces("gpt-oss-20b", "ring", options)
+    heads, dim = MODELS["gpt-oss-20b"]["heads"], MODELS["gpt-oss-20b"]["head_dim"]
+    own, before = (
+        4 * dim * heads * area for area in (7.5, 4.5)
+    )  # 4 x 4 / 2 less a corner of 1; a corner of 3
+    assert [steps(uneven, rank, "forward") for rank in range(4)] == [{0: own}, *3 * [{0: own, 1: before}]]
 
 
 def test_tags_of_rings_are_behind_those_of_the_pipeline() -> None:

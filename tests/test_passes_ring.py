@@ -91,7 +91,7 @@ def test_steps_in_which_nobody_meets_a_key_are_skipped_but_blocks_pass_on() -> N
     pair = layer(
         request("gpt-oss-20b", "megatron", cp=8, context="ring", sizes={"layers": 1, "window": 1}, seq=64)
     )
-    windowed = [n.attrs["block"][0] for n in pair.forward.nodes if n.op == "attention"]
+    windowed = [n.attrs["block"].step for n in pair.forward.nodes if n.op == "attention"]
     assert windowed == [0, 1, 7]
     assert sum(n.op == "ring_exchange" for n in pair.forward.nodes) == 7
     assert sum(n.op == "ring_exchange" for n in pair.backward.nodes) == 7 + 8

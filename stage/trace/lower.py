@@ -5,8 +5,9 @@ op are its record's formulas on those local sizes.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any
 
 from stage.errors import LayoutError
 from stage.graph import Graph, Node
@@ -20,6 +21,7 @@ from stage.passes.split import split_backward
 from stage.symbols import dtype_bytes, exact
 from stage.tensor import Dim, Tensor, resolve_dtypes
 from stage.trace.peer import Peer
+from stage.trace.queries import own_chunk
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
 __all__ = ["Concrete", "Lowered", "lower"]
@@ -27,11 +29,17 @@ __all__ = ["Concrete", "Lowered", "lower"]
 
 @dataclass(frozen=True)
 class Concrete:
-    """What turns symbols into numbers: sizes by name, the mesh, and what the dtypes `compute` and `gradient` are."""
+    """What turns symbols into numbers: sizes by name, the mesh, and what the dtypes `compute` and `gradient` are.
+
+    With `consecutive` queries the numbers are those of the device at a `place`, its coordinates over the atoms that
+    they depend on.
+    """
 
     sizes: Mapping[str, int]
     mesh: Mesh
     dtypes: Mapping[str, str]
+    consecutive: bool = False
+    place: Mapping[str, int] = field(default_factory=dict)
 
     def width(self, dtype: str) -> int:
         """Bytes an element."""
@@ -67,6 +75,7 @@ class _Lowering:
         self.local: dict[str, Tensor] = {}
         self.sources: dict[str, tuple[Ref, ...]] = {}
         self.nodes: list[TemplateNode] = []
+        self.nothing: set[str] = set()
 
     def tensor(self, name: str) -> Tensor:
         if name not in self.local:
@@ -83,9 +92,13 @@ class _Lowering:
 
     def run(self) -> list[TemplateNode]:
         for node in self.graph.nodes:
-            deps = tuple(dict.fromkeys(ref for name in node.inputs for ref in self.refs(name)))
-            if not get_op(node.op).kernel:
-                made = deps
+            if self._idle(node):
+                self.nothing.update(node.outputs)
+                continue
+            given = [name for name in node.inputs if name not in self.nothing]
+            deps = tuple(dict.fromkeys(ref for name in given for ref in self.refs(name)))
+            if not get_op(node.op).kernel or len(given) < len(node.inputs):
+                made = deps  # a view; or nothing is added to a sum, or merged with a result
             elif node.op == EXCHANGE:
                 self.nodes += self._exchange(node, deps)
                 made = (Ref("self", len(self.nodes) - 1),)
@@ -97,10 +110,17 @@ class _Lowering:
             self.sources.update(dict.fromkeys(node.outputs, made))
         return self.nodes
 
+    def _idle(self, node: Node) -> bool:
+        """Whether an op is a step of a ring in which this device meets no key."""
+        if "block" not in node.attrs:
+            return False
+        tensors = ([self.tensor(name) for name in names] for names in (node.inputs, node.outputs))
+        return not get_op(node.op).flops(self._attributes(node), *tensors)
+
     def _compute(self, node: Node, deps: tuple[Ref, ...]) -> TemplateNode:
         op = get_op(node.op)
         ins, outs = [self.tensor(n) for n in node.inputs], [self.tensor(n) for n in node.outputs]
-        attrs = {k: exact(v, self.concrete.sizes) if k == "window" else v for k, v in node.attrs.items()}
+        attrs = self._attributes(node)
         moved = op.bytes(attrs, ins, outs, self.concrete.width)
         credited = op.model_flops(attrs, ins, outs) if op.model_flops and node.phase != "recompute" else 0
         return TemplateNode(
@@ -116,6 +136,14 @@ class _Lowering:
             matmul=op.is_matmul,
             shapes=_shapes(ins, outs),
         )
+
+    def _attributes(self, node: Node) -> dict[str, Any]:
+        """The attributes of an op as numbers, and where they matter the queries of the device."""
+        concrete = self.concrete
+        attrs = {k: exact(v, concrete.sizes) if k == "window" else v for k, v in node.attrs.items()}
+        if concrete.consecutive:
+            attrs["chunk"] = own_chunk(self.graph, node, concrete.place, concrete.mesh)
+        return attrs
 
     def _collective(self, node: Node, deps: tuple[Ref, ...]) -> TemplateNode:
         tensor = self.tensor(node.inputs[0])
