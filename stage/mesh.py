@@ -234,7 +234,7 @@ def build_mesh(
     own = ulysses * rep // _kv_replicas("tp x ulysses", tp * ulysses, kv_heads)
     dense, sparse = (("dp", dp), ("cp", cp), ("tp", tp)), (("ep", ep), ("etp", etp))
     hybrid = (("dp_shard", shard), *dense[1:])
-    heads = (("ulysses", ulysses), dense[2]), (("cp_kv", own), dense[2]), (("tp_rep", rep),)
+    heads = (("ulysses", ulysses), dense[2]), (("ulysses kv", own), dense[2]), (("tp_rep", rep),)
     _check_chain(dense, dense[1:], dense[2:], hybrid, sparse, sparse[1:], *heads)
     views = {
         "pp": (pp * inner, inner),
