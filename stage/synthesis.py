@@ -255,7 +255,6 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "micro_batches": request.micro_batches,
         "seq": request.seq,
         "steps": request.steps,
-        "context": strategy.context,
         "schedule": strategy.schedule,
         "vpp": request.pipeline.chunks,
         "recompute": strategy.recompute,
@@ -270,5 +269,6 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "dropout": request.model.options.dropout,
         "stage_layers": [sum(unit.layer >= 0 for unit in units) for units in stages],
         "placement": None if request.placement is None else list(request.placement),
+        **({} if strategy.context == "all_gather" else {"context": strategy.context}),
         **({} if strategy.context_balance == "zigzag" else {"context_balance": strategy.context_balance}),
     }
