@@ -60,7 +60,7 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "--batch 16 --micro-batch 2 --seq 128 --schedule gpipe --zero 1 --recompute full "
         "--context-balance none --stage-layers 3,2x2 "
         "--grad-reduce microbatch --dtype fp16 --grad-dtype bf16 --no-clip --vocab-multiple 64 --dropout --steps 2 "
-        "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 "
+        "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 --context ring "
         f"--out {tmp_path / 't'} --force --json --placement {placement} --resume --jobs 3 --dask tcp://host:8786"
     )
     assert main(line.split()) == 0
@@ -77,6 +77,7 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "etp": 1,
         "vpp": 2,
         "dp_shard": 2,
+        "context": "ring",
         "batch": 16,
         "micro_batch": 2,
         "seq": 128,
