@@ -4,9 +4,10 @@ Each device's sizes are the global ones divided by the degrees of the axes that 
 op are its record's formulas on those local sizes.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any
 
 from stage.errors import LayoutError
 from stage.graph import Graph, Node
@@ -18,6 +19,9 @@ from stage.passes.backward import Differentiated
 from stage.passes.split import split_backward
 from stage.symbols import dtype_bytes, exact
 from stage.tensor import Dim, Tensor, resolve_dtypes
+from stage.trace.exchange import EXCHANGES, Moved
+from stage.trace.pairwise import pairwise_nodes, results_of
+from stage.trace.routing import Routing, holds_tokens
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
 __all__ = ["Concrete", "Lowered", "lower"]
@@ -25,23 +29,40 @@ __all__ = ["Concrete", "Lowered", "lower"]
 
 @dataclass(frozen=True)
 class Concrete:
-    """What turns symbols into numbers: sizes by name, the mesh, and what the dtypes `compute` and `gradient` are."""
+    """What turns symbols into numbers: sizes by name, the mesh, and what the dtypes `compute` and `gradient` are.
+
+    With a `routing` of tokens to experts the numbers are those of the device at a `place`, which needs the coordinates
+    over `variant_atoms` alone. With `pairwise` an all-to-all is made of messages.
+    """
 
     sizes: Mapping[str, int]
     mesh: Mesh
     dtypes: Mapping[str, str]
+    routing: Routing | None = None
+    place: Mapping[str, int] = field(default_factory=dict)
+    pairwise: bool = False
 
     def width(self, dtype: str) -> int:
         """Bytes an element."""
         return dtype_bytes(resolve_dtypes(dtype, self.dtypes))
 
-    def local(self, tensor: Tensor, layout: Layout) -> Tensor:
-        """The tensor with the sizes that one device holds of it."""
+    def local(self, tensor: Tensor, layout: Layout, *, filled: bool = False) -> Tensor:
+        """The tensor with the sizes that one device holds of it; with `filled` without slots that hold no token."""
+        routed: dict[str, Any] = {}
+        if self.routing is not None:
+            routed = self.routing.local_sizes(tensor, layout, self.place, self.mesh, filled=filled)
         dims = []
         for dim, axes in zip(tensor.dims, layout.dims, strict=True):
+            if dim.name in routed:
+                dims.append(Dim(dim.name, routed[dim.name]))
+                continue
             whole = exact(dim.size, self.sizes)
             dims.append(Dim(dim.name, _integer(Fraction(whole, self.mesh.degree(axes)) if axes else whole)))
         return replace(tensor, dims=tuple(dims))
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The tensor with the sizes that all devices together hold of it."""
+        return replace(tensor, dims=tuple(Dim(dim.name, exact(dim.size, self.sizes)) for dim in tensor.dims))
 
 
 def _integer(value: int | Fraction) -> int | Fraction:
@@ -76,22 +97,27 @@ class _Lowering:
     def run(self) -> list[TemplateNode]:
         for node in self.graph.nodes:
             deps = tuple(dict.fromkeys(ref for name in node.inputs for ref in self.refs(name)))
-            if not get_op(node.op).kernel:
-                made = deps
-            else:
-                made = (Ref("self", len(self.nodes)),)
-                self.nodes.append(
-                    self._collective(node, deps) if is_collective(node.op) else self._compute(node, deps)
-                )
-            self.sources.update(dict.fromkeys(node.outputs, made))
+            made = self._lowered(node, deps)
+            self.sources.update(dict.fromkeys(node.outputs, results_of(made, len(self.nodes), deps)))
+            self.nodes += made
         return self.nodes
+
+    def _lowered(self, node: Node, deps: tuple[Ref, ...]) -> list[TemplateNode]:
+        """The nodes of an op: none for a change of view, and where the experts of this device have no tokens."""
+        if is_collective(node.op):
+            return self._collective(node, deps)
+        tensors = [self.tensor(name) for name in (*node.inputs, *node.outputs)]
+        runs = get_op(node.op).kernel and all(tensor.elements for tensor in tensors)
+        return [self._compute(node, deps)] if runs else []
 
     def _compute(self, node: Node, deps: tuple[Ref, ...]) -> TemplateNode:
         op = get_op(node.op)
         ins, outs = [self.tensor(n) for n in node.inputs], [self.tensor(n) for n in node.outputs]
         attrs = {k: exact(v, self.concrete.sizes) if k == "window" else v for k, v in node.attrs.items()}
         moved = op.bytes(attrs, ins, outs, self.concrete.width)
-        credited = op.model_flops(attrs, ins, outs) if op.model_flops and node.phase != "recompute" else 0
+        credited = 0
+        if op.model_flops and node.phase != "recompute":
+            credited = op.model_flops(attrs, *map(self._filled, (node.inputs, node.outputs)))
         return TemplateNode(
             name=node.name,
             kind="compute",
@@ -106,25 +132,55 @@ class _Lowering:
             shapes=_shapes(ins, outs),
         )
 
-    def _collective(self, node: Node, deps: tuple[Ref, ...]) -> TemplateNode:
-        tensor = self.tensor(node.inputs[0])
-        size = tensor.elements * self.concrete.width(tensor.dtype)
+    def _filled(self, names: Iterable[str]) -> list[Tensor]:
+        """Tensors without the slots that hold no token, by which a model is not credited."""
+        routing = self.concrete.routing
+        if routing is None or not routing.padded:
+            return [self.tensor(name) for name in names]
+        graph = self.graph
+        return [self.concrete.local(graph.tensors[x], graph.layouts[x], filled=True) for x in names]
+
+    def _collective(self, node: Node, deps: tuple[Ref, ...]) -> list[TemplateNode]:
+        """The node of a collective, as large as on the member that holds most; pairwise the messages of it."""
+        tensor, place = self.tensor(node.inputs[0]), self.concrete.place
+        width, size = self.concrete.width(tensor.dtype), tensor.elements
+        moved = self._moved(node)
+        if moved is not None and moved.routing is not None:
+            size = moved.largest(place, exchange=node.op in EXCHANGES)
         if size != int(size):
             raise LayoutError(
                 f"{tensor.name} has {tensor.elements} elements on a device: its tokens do not divide by the ranks that "
                 "share them; choose a batch or seq that does"
             )
-        return TemplateNode(
+        found = TemplateNode(
             name=node.name,
             kind=node.op,
             op=node.op,
-            bytes=int(size),
+            bytes=int(size) * width,
             axes=node.attrs["step"].axes,
             deps=deps,
             dtype=resolve_dtypes(tensor.dtype, self.concrete.dtypes),
             phase=node.phase,
             shapes=_shapes([tensor], []),
         )
+        if moved is None or node.op not in EXCHANGES:
+            return [found] if size else []
+        exchange = moved.exchange(place).scaled(width)
+        if self.concrete.pairwise:
+            return pairwise_nodes(found, exchange)
+        return [replace(found, in_splits=exchange.sent, out_splits=exchange.received)]
+
+    def _moved(self, node: Node) -> Moved | None:
+        """How a collective moves its tensor; None where all members hold and send alike, and a collective says so."""
+        name, graph, routing = node.inputs[0], self.graph, self.concrete.routing
+        tensor, axes = graph.tensors[name], node.attrs["step"].axes
+        if not holds_tokens(tensor):
+            routing = None
+        if routing is None and not (self.concrete.pairwise and node.op in EXCHANGES):
+            return None
+        before, after = graph.layouts[name], graph.layouts[node.outputs[0]]
+        whole, ordered = self.concrete.whole(tensor), node.op == "permute"
+        return Moved(whole, axes, before, after, self.concrete.mesh, routing, ordered)
 
 
 def _shapes(ins: list[Tensor], outs: list[Tensor]) -> str:
