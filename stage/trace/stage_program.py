@@ -12,6 +12,7 @@ from functools import lru_cache
 from stage.pipeline.schedule import Action, Phases, Pipeline
 from stage.pipeline.schedules import order
 from stage.trace.data_parallel import DataParallel
+from stage.trace.peer import Peer
 from stage.trace.plan import StagePlan, StepPlan
 from stage.trace.program import NO_EARLIER, PIPELINE_PHASES, Assembly, Program
 from stage.trace.template import Ref, Template, TemplateNode, chain
@@ -131,9 +132,9 @@ class _Rank:
         if peer == self.plan.rank:
             key = (boundary, direction, micro_batch)
             return self.handed.pop(key) if kind == "recv" else self.handed.setdefault(key, source)
-        distance, tag = peer - self.plan.rank, self._tag(boundary, direction, micro_batch)
+        further, tag = Peer(("pp",), peer - self.plan.rank), self._tag(boundary, direction, micro_batch)
         template = _message(
-            kind, distance, direction, chunk, self.pipeline, self.step.message, self.step.dtype
+            kind, further, direction, chunk, self.pipeline, self.step.message, self.step.dtype
         )
         return self.assembly.place(template, micro_batch=micro_batch, tag=tag, data=source)
 
@@ -162,14 +163,14 @@ def _output(template: Template, base: int, given: int, forward: int = -1) -> int
 
 @lru_cache(maxsize=256)  # ranks of other stages send alike, and what is one template is encoded once
 def _message(
-    kind: str, distance: int, direction: int, chunk: int, pipeline: Pipeline, size: int, dtype: str
+    kind: str, peer: Peer, direction: int, chunk: int, pipeline: Pipeline, size: int, dtype: str
 ) -> Template:
-    """A send or receive of an activation or its cotangent, to or from the rank `distance` further."""
+    """A send or receive of an activation or its cotangent, to or from a peer in the pipeline."""
     deps = (Ref("port", "data"),) if kind == "send" else ()
     name = f"{kind}_{'forward' if direction == FORWARD else 'backward'}"
     channel = f"{name}.{chunk}" if kind == "recv" else ""
     node = TemplateNode(
-        name, kind, kind, size, peer=distance, channel=channel, deps=deps, dtype=dtype, phase="pipeline"
+        name, kind, kind, size, peer=peer, channel=channel, deps=deps, dtype=dtype, phase="pipeline"
     )
     block = f"chunk{chunk}" if pipeline.chunks > 1 else "pipeline"
     return Template(block, "pipeline", chain([node]), numbers=("micro_batch", *pipeline.marks))
