@@ -12,11 +12,10 @@ Invariants of `token_counts`:
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,25 +23,19 @@ from numpy.typing import NDArray
 from stage.errors import StrategyError
 
 __all__ = [
-    "BALANCED",
     "ExpertLoad",
-    "check_expert_load",
     "make_load",
     "token_capacity",
     "token_counts",
-    "zipf_exponent",
     "zipf_load",
 ]
 
 Ints = NDArray[np.int64]
 
-BALANCED: Final = "balanced"
 RESOLUTION: Final = 1 << 31
 """The most that the popularities of a row sum to; products with as many tokens then fit 63 bits."""
 
 MOST: Final = 1e18
-LARGEST_EXPONENT: Final = 100
-_FORM: Final = "give balanced, zipf:EXPONENT as in zipf:1.1, or a .csv or .json file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,30 +49,6 @@ class ExpertLoad:
         return self.rows[layer if len(self.rows) > 1 else 0]
 
 
-def check_expert_load(value: object, where: str) -> str:
-    """A load as an option or a strategy says it; a `StrategyError` names what is none.
-
-    >>> check_expert_load("zipf:1.1", "expert_load")
-    'zipf:1.1'
-    """
-    if not isinstance(value, str) or not (
-        value == BALANCED or value.endswith((".csv", ".json")) or zipf_exponent(value) is not None
-    ):
-        raise StrategyError(f"{where} is {value!r}; {_FORM}")
-    return value
-
-
-def zipf_exponent(text: str) -> float | None:
-    """The exponent in `zipf:1.1`, None for a text that is none.
-
-    >>> zipf_exponent("zipf:1.1"), zipf_exponent("zipf:-1"), zipf_exponent("load.csv")
-    (1.1, None, None)
-    """
-    match = re.fullmatch(r"zipf:([0-9]{1,3}(?:\.[0-9]{1,9})?)", text)
-    exponent = float(match[1]) if match else -1.0
-    return exponent if 0 <= exponent <= LARGEST_EXPONENT else None
-
-
 def zipf_load(exponent: float, experts: int, seed: int) -> ExpertLoad:
     """Popularities proportional to rank^-exponent, the ranks dealt out to the experts by the seed (Zipf 1949).
 
@@ -87,16 +56,20 @@ def zipf_load(exponent: float, experts: int, seed: int) -> ExpertLoad:
     ((536870912, 536870912, 536870912, 536870912),)
     """
     ranks = 1.0 + np.random.default_rng(seed).permutation(experts)
-    return ExpertLoad((_whole(ranks**-exponent),))
+    return ExpertLoad((_whole(np.power(ranks, -exponent)),))
 
 
-def make_load(rows: Sequence[Sequence[float]], experts: int, top_k: int, layers: int, origin: str) -> ExpertLoad:
+def make_load(
+    rows: Sequence[Sequence[float]], experts: int, top_k: int, layers: int, origin: str
+) -> ExpertLoad:
     """The load of these histograms, counts or fractions; `layers` is how many MoE layers there are.
 
     A `StrategyError` names the row that does not fit.
     """
     if len(rows) not in (1, layers):
-        raise StrategyError(f"{origin}: has {len(rows)} rows; give one, or one for each of {layers} MoE layers")
+        raise StrategyError(
+            f"{origin}: has {len(rows)} rows; give one, or one for each of {layers} MoE layers"
+        )
     for number, row in enumerate(rows, 1):
         problem = _problem(row, experts, top_k)
         if problem:
@@ -117,7 +90,7 @@ def _problem(row: Sequence[float], experts: int, top_k: int) -> str:
     return ""
 
 
-def _whole(weights: NDArray[np.float64]) -> tuple[int, ...]:
+def _whole(weights: NDArray[Any]) -> tuple[int, ...]:
     """Positive numbers as integers: themselves where they are some, else rounded; none of them becomes 0."""
     total = weights.sum()
     if total < RESOLUTION and np.all(weights == np.floor(weights)):
@@ -135,7 +108,7 @@ def token_counts(popularity: Sequence[int], tokens: int, top_k: int) -> Ints:
     weights = np.array(popularity, np.int64)
     if tokens * top_k > RESOLUTION:
         raise StrategyError(
-            f"{tokens} tokens a source x top_k = {top_k} are more than {RESOLUTION}, which no expert load can share out; "
+            f"{tokens} tokens a source x top_k = {top_k} are more than {RESOLUTION}, too many to share out; "
             "choose a smaller seq or micro_batch"
         )
     full = np.zeros(len(weights), np.bool_)
@@ -161,4 +134,3 @@ def token_capacity(factor: float, tokens: int, top_k: int, experts: int) -> int:
     (110, 2)
     """
     return math.ceil(Fraction(repr(factor)) * tokens * top_k / experts)
-

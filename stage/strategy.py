@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from stage.errors import StrategyError
-from stage.expert_load import BALANCED, check_expert_load
+from stage.load_option import BALANCED, check_expert_load
 
 __all__ = ["AXES", "DIMS", "MESH", "RECOMPUTE", "SCHEDULES", "Strategy", "parse_strategy"]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from stage.errors import StrategyError
-from stage.expert_load import BALANCED, ExpertLoad, make_load, zipf_exponent, zipf_load
+from stage.expert_load import ExpertLoad, make_load, zipf_load
+from stage.load_option import BALANCED, zipf_exponent
 from stage.model import Model
 from stage.strategy import Strategy
 
@@ -30,14 +31,20 @@ def resolve_expert_load(model: Model, strategy: Strategy) -> ExpertLoad | None:
     load, factor, seed = strategy.expert_load, strategy.capacity_factor, strategy.seed
     exponent = zipf_exponent(load)
     if strategy.pad_to_capacity and factor is None:
-        raise StrategyError("pad_to_capacity is given without capacity_factor, which says what to pad to; give both")
+        raise StrategyError(
+            "pad_to_capacity is given without capacity_factor, which says what to pad to; give both"
+        )
     if seed is not None and exponent is None:
-        raise StrategyError(f"seed = {seed}, but expert_load = {load} draws nothing; leave it out, or give zipf:EXPONENT")
+        raise StrategyError(
+            f"seed = {seed}, but expert_load = {load} draws nothing; leave it out, or give zipf:EXPONENT"
+        )
     if load == BALANCED and factor is None:
         return None
     if not model.moe:
         name = "expert_load" if load != BALANCED else "capacity_factor"
-        raise StrategyError(f"{name} is of experts, but {model.name} has none; leave it out, or choose such a model")
+        raise StrategyError(
+            f"{name} is of experts, but {model.name} has none; leave it out, or choose such a model"
+        )
     if load == BALANCED and factor is not None and factor >= 1 and not strategy.pad_to_capacity:
         return None
     experts = model.values["experts"]
@@ -62,7 +69,9 @@ def read_expert_load(path: Path) -> list[list[float]]:
         reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
         raise StrategyError(f"{path}: {reason}; give a .csv or .json file of expert loads") from err
     if len(data) > LARGEST:
-        raise StrategyError(f"{path}: is larger than {LARGEST:,} bytes; give a row of numbers for each MoE layer")
+        raise StrategyError(
+            f"{path}: is larger than {LARGEST:,} bytes; give a row of numbers for each MoE layer"
+        )
     try:
         text = data.decode("utf-8-sig")
         rows = list(_json_rows(text, path) if path.suffix == ".json" else _csv_rows(text, path))
@@ -103,4 +112,6 @@ def _number(entry: str | float, path: Path, row: int) -> float:
 
 def _no_number(entry: object, path: Path, row: int) -> StrategyError:
     shown = repr(entry) if len(repr(entry)) <= 40 else f"{repr(entry)[:38]}.."
-    return StrategyError(f"{path}: row {row} has {shown}; a load is a number of tokens, or a fraction of them")
+    return StrategyError(
+        f"{path}: row {row} has {shown}; a load is a number of tokens, or a fraction of them"
+    )

@@ -45,7 +45,9 @@ class Exchange:
 
     def scaled(self, width: int) -> "Exchange":
         """The same in bytes, of elements of this width."""
-        return Exchange(tuple(n * width for n in self.sent), tuple(n * width for n in self.received), self.own)
+        return Exchange(
+            tuple(n * width for n in self.sent), tuple(n * width for n in self.received), self.own
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,10 @@ class Moved:
 
     def exchange(self, place: Place) -> Exchange:
         """What the device at a place sends and receives; a `LayoutError` where elements do not divide."""
-        members, own = group_places(self.axes, place, self.mesh), int(place_index(self.axes, place, self.mesh))
+        members, own = (
+            group_places(self.axes, place, self.mesh),
+            int(place_index(self.axes, place, self.mesh)),
+        )
         sent, received = self._common(place, members), self._common(members, place)
         return Exchange(sent, received, own)
 
@@ -123,7 +128,9 @@ class Moved:
 
     def _in_order(self, one: Block, other: Block) -> tuple[Ints, int]:
         """The part of a dim that two shards have in common, which are told by their order: above and below the bar."""
-        (a, m), (b, n) = ((place_index(*block, self.mesh), self.mesh.degree(block[0])) for block in (one, other))
+        (a, m), (b, n) = (
+            (place_index(*block, self.mesh), self.mesh.degree(block[0])) for block in (one, other)
+        )
         common = np.minimum((a + 1) * n, (b + 1) * m) - np.maximum(a * n, b * m)
         return np.maximum(common, 0), m * n
 

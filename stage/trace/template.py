@@ -36,9 +36,9 @@ class TemplateNode:
 
     `kind` is `compute`, a collective (`all_reduce`, ...), `send` or `recv`. Work: `flops` (2 a multiply-add) and
     `bytes` moved to and from memory for compute; `bytes` of the message for communication, over the mesh's `axes`
-    (one group of ranks) or with the `peer`. `model_flops` is what a FLOP count of the model credits it with. `in_splits`
-    and `out_splits` are the bytes that an uneven all-to-all sends to and receives from each member of its group, in
-    group order.
+    (one group of ranks) or with the `peer`. `model_flops` is what a FLOP count of the model credits it with.
+    `in_splits` and `out_splits` are the bytes that an uneven all-to-all sends to and receives from each member of its
+    group, in group order.
     """
 
     name: str
