@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from stage.context import Context, parse_context
 from stage.errors import StrategyError
 from stage.load_option import BALANCED, check_expert_load
 
@@ -71,6 +72,7 @@ class Strategy:
     reshard_after_forward: bool | int = (
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
+    context: str = "all_gather"  # how attention meets keys of other cp ranks; `stage.context` has the forms
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
     expert_load: str = BALANCED  # tokens of the experts: balanced, zipf:EXPONENT, or a file of histograms
     seed: int | None = None  # which experts a drawn load makes popular; None is 0
@@ -90,6 +92,16 @@ class Strategy:
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes that may shard `dim`, major first; none for a dim that the table does not have."""
         return dict(self.shard).get(dim, ())
+
+    @property
+    def contexts(self) -> Context:
+        """How attention meets the keys of other ranks."""
+        return parse_context(self.context)
+
+    @property
+    def table(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """The rows of `shard`, and those that `context` adds within the attention core."""
+        return self.contexts.table(self.shard)
 
     def replace(self, **options: object) -> "Strategy":
         """This strategy with the options that are not None set, checked as the file's keys are."""
@@ -132,6 +144,14 @@ def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise StrategyError(f"{where} is {value!r}; a text is expected")
     return value
+
+
+def _context(value: object, where: str) -> str:
+    text = _text(value, where)
+    try:
+        return parse_context(text).name
+    except StrategyError as err:
+        raise StrategyError(f"{where.removesuffix('context')}{err}") from err
 
 
 def _flag(value: object, where: str) -> bool:
@@ -232,6 +252,7 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "bucket_size": _integer(0),
     "dp_shard": _integer(1),
     "reshard_after_forward": _reshard,
+    "context": _context,
     "bucket_first_stage": _flag,
     "fuse": _flag,
     "expert_load": check_expert_load,

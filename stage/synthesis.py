@@ -16,6 +16,7 @@ from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
 from stage.passes.fuse import fuse
 from stage.passes.recompute import recompute
+from stage.passes.ring import circulate, expand_ring
 from stage.passes.shard import rest_layout, shard
 from stage.pipeline.schedules import get_schedule
 from stage.pipeline.stages import Unit, cut
@@ -24,7 +25,7 @@ from stage.strategy import Strategy
 from stage.symbols import dtype_bytes, size
 from stage.tensor import Dim, Tensor
 from stage.trace.buckets import Bucket, plan_buckets
-from stage.trace.capacity import check_capacity
+from stage.trace.capacity import check_capacity, check_tags
 from stage.trace.image import NameStyle
 from stage.trace.lower import Concrete, Lowered, lower
 from stage.trace.parameters import Parameter, Sharding, unit_parameters
@@ -66,8 +67,11 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
     mesh, strategy = request.mesh, request.strategy
     sizes = symbol_values(request)
     whole = request.model.graph(block)
-    graph = shard(fuse(whole) if strategy.fuse else whole, strategy.shard, mesh, sizes)
+    if strategy.contexts.circulates:
+        whole = circulate(whole)
+    graph = shard(fuse(whole) if strategy.fuse else whole, strategy.table, mesh, sizes)
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
+    both = expand_ring(both, mesh, sizes)
     if strategy.recompute != "none" and block in request.model.layers:
         both = recompute(both, strategy.recompute)
     return both
@@ -77,7 +81,7 @@ def symbol_values(request: Request) -> dict[str, int]:
     """A value for every size symbol; `sources` is how many parts the slots of an expert come from."""
     tokens = Tensor("tokens", (Dim("batch", size("batch")), Dim("seq", size("seq"))))
     values, mesh = dict(request.sizes), request.mesh
-    rest = rest_layout(tokens, request.strategy.shard, mesh, values)
+    rest = rest_layout(tokens, request.strategy.table, mesh, values)
     parts = {*rest.sharding, *mesh.expand(request.strategy.axes("slots"))}
     return values | {"sources": mesh.degree(parts)}
 
@@ -99,6 +103,13 @@ def job(request: Request) -> Job:
     kinds = {block: _lowered(request, block, concrete) for block in dict.fromkeys(model.blocks)}
     step = _step_plan(request, kinds, widths, concrete)
     stages = cut(model, request.pipeline, request.stage_layers)
+    check_tags(
+        micro_batches=request.micro_batches,
+        steps=request.steps,
+        chunks=request.pipeline.chunks,
+        blocks=len(model.blocks),
+        messages=max(kind.templates.messages for kind in kinds.values()),
+    )
     programs = tuple(_program(rank, stages, kinds, step, request) for rank in range(request.pipeline.ranks))
     digits = NameStyle(
         len(str(len(model.layers) - 1)),
@@ -130,7 +141,7 @@ def _step_plan(
     model, strategy, mesh = request.model, request.strategy, request.mesh
     x = model.graph(model.layers[0]).tensors["x"]
     message = (
-        concrete.local(x, rest_layout(x, strategy.shard, mesh, concrete.sizes)).elements * widths["compute"]
+        concrete.local(x, rest_layout(x, strategy.table, mesh, concrete.sizes)).elements * widths["compute"]
     )
     replicate = frozenset(mesh.expand(["dp_replicate"])) if strategy.dp_shard is not None else frozenset()
     sharding = Sharding(strategy.zero, replicate)
@@ -219,6 +230,7 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "micro_batches": request.micro_batches,
         "seq": request.seq,
         "steps": request.steps,
+        "context": strategy.context,
         "schedule": strategy.schedule,
         "vpp": request.pipeline.chunks,
         "recompute": strategy.recompute,

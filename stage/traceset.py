@@ -46,8 +46,9 @@ class Job:
     placement: NDArray[np.int64] | None = None
 
     def axes(self) -> set[tuple[str, ...]]:
-        """All sets of axes that communicate."""
-        return {n.axes for p in self.programs for t in p.templates for n in t.nodes if n.axes}
+        """All sets of axes with collectives."""
+        nodes = (n for p in self.programs for t in p.templates for n in t.nodes)
+        return {node.axes for node in nodes if node.axes and node.peer is None}
 
     def classes(self) -> RankClasses:
         """The rank classes, whose images are made on demand."""

@@ -66,6 +66,15 @@ Recompute = Annotated[
         "--recompute", metavar="none|full|selective", help="Activations computed again.", rich_help_panel=STEP
     ),
 ]
+Context = Annotated[
+    str | None,
+    typer.Option(
+        "--context",
+        metavar="NAME",
+        help="How attention meets keys of other cp ranks; all_gather, ring, ulysses or ring:AxB.",
+        rich_help_panel=STEP,
+    ),
+]
 StageLayers = Annotated[
     str | None,
     typer.Option("--stage-layers", metavar="7,8x14,7", help="Layers of each stage.", rich_help_panel=STEP),
@@ -129,6 +138,7 @@ class JobOptions:
     micro_batch: MicroBatch = 1
     schedule: Schedule = None
     zero: Zero = None
+    context: Context = None
     recompute: Recompute = None
     stage_layers: StageLayers = None
     grad_reduce: GradReduce = "step"

@@ -15,6 +15,7 @@ from stage.layout import Layout
 from stage.mesh import Mesh
 from stage.ops import get_op
 from stage.ops.collective import is_collective
+from stage.ops.ring import EXCHANGE
 from stage.passes.backward import Differentiated
 from stage.passes.split import split_backward
 from stage.symbols import dtype_bytes, exact
@@ -22,6 +23,7 @@ from stage.tensor import Dim, Tensor, resolve_dtypes
 from stage.trace.exchange import EXCHANGES, Moved
 from stage.trace.pairwise import pairwise_nodes, results_of
 from stage.trace.routing import Routing, holds_tokens
+from stage.trace.peer import Peer
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
 __all__ = ["Concrete", "Lowered", "lower"]
@@ -74,9 +76,15 @@ class _Lowering:
     """One graph on its way to a template."""
 
     def __init__(
-        self, graph: Graph, concrete: Concrete, outside: Callable[[str], tuple[Ref, ...]], gathered: bool
+        self,
+        graph: Graph,
+        concrete: Concrete,
+        outside: Callable[[str], tuple[Ref, ...]],
+        gathered: bool,
+        messages: int = 0,
     ) -> None:
         self.graph, self.concrete, self.outside, self.gathered = graph, concrete, outside, gathered
+        self.messages = messages
         self.local: dict[str, Tensor] = {}
         self.sources: dict[str, tuple[Ref, ...]] = {}
         self.nodes: list[TemplateNode] = []
@@ -98,7 +106,8 @@ class _Lowering:
         for node in self.graph.nodes:
             deps = tuple(dict.fromkeys(ref for name in node.inputs for ref in self.refs(name)))
             made = self._lowered(node, deps)
-            self.sources.update(dict.fromkeys(node.outputs, results_of(made, len(self.nodes), deps)))
+            kept = () if node.op == EXCHANGE else deps
+            self.sources.update(dict.fromkeys(node.outputs, results_of(made, len(self.nodes), kept)))
             self.nodes += made
         return self.nodes
 
@@ -106,6 +115,8 @@ class _Lowering:
         """The nodes of an op: none for a change of view, and where the experts of this device have no tokens."""
         if is_collective(node.op):
             return self._collective(node, deps)
+        if node.op == EXCHANGE:
+            return self._exchange(node, deps)
         tensors = [self.tensor(name) for name in (*node.inputs, *node.outputs)]
         runs = get_op(node.op).kernel and all(tensor.elements for tensor in tensors)
         return [self._compute(node, deps)] if runs else []
@@ -167,7 +178,8 @@ class _Lowering:
             return [found] if size else []
         exchange = moved.exchange(place).scaled(width)
         if self.concrete.pairwise:
-            return pairwise_nodes(found, exchange)
+            self.messages += 1
+            return pairwise_nodes(replace(found, tag_offset=self.messages - 1), exchange)
         return [replace(found, in_splits=exchange.sent, out_splits=exchange.received)]
 
     def _moved(self, node: Node) -> Moved | None:
@@ -182,6 +194,26 @@ class _Lowering:
         whole, ordered = self.concrete.whole(tensor), node.op == "permute"
         return Moved(whole, axes, before, after, self.concrete.mesh, routing, ordered)
 
+    def _exchange(self, node: Node, deps: tuple[Ref, ...]) -> list[TemplateNode]:
+        """A send to the next rank along some axes, and the receive of what the rank before sends."""
+        tensors, axes = [self.tensor(name) for name in node.inputs], node.attrs["axes"]
+        send = TemplateNode(
+            name=f"{node.name}.send",
+            kind="send",
+            op=node.op,
+            bytes=int(sum(t.elements * self.concrete.width(t.dtype) for t in tensors)),
+            axes=axes,
+            peer=Peer(axes, 1),
+            tag_offset=self.messages,
+            deps=deps,
+            dtype=resolve_dtypes(tensors[0].dtype, self.concrete.dtypes),
+            phase=node.phase,
+            shapes=_shapes(tensors, []),
+        )
+        self.messages += 1
+        name, channel = f"{node.name}.recv", f"recv {' '.join(axes)}"
+        return [send, replace(send, name=name, kind="recv", peer=Peer(axes, -1), channel=channel, deps=())]
+
 
 def _shapes(ins: list[Tensor], outs: list[Tensor]) -> str:
     """Shapes of operands and results, as text: `4096x4096,4096x1024->4096x1024`."""
@@ -193,10 +225,14 @@ def _shapes(ins: list[Tensor], outs: list[Tensor]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """The templates of a block; those of the split backward (`input` and `weight`) only where it was asked for."""
+    """The templates of a block; those of the split backward (`input` and `weight`) only where it was asked for.
+
+    `messages` is how many a device sends in a forward and a backward.
+    """
 
     forward: Template
     backward: Template
+    messages: int
     input: Template | None = None
     weight: Template | None = None
 
@@ -226,19 +262,19 @@ def lower(
             return (Ref("port", "dy"),) if name == block.seeds[0] else ()
         return _handed(ahead, "forward", name)
 
-    behind = _Lowering(block.backward, concrete, outside, gathered)
+    behind = _Lowering(block.backward, concrete, outside, gathered, ahead.messages)
     backward = _backward(block, behind, numbers)
     if not split:
-        return Lowered(first, backward)
+        return Lowered(first, backward, behind.messages)
     parts = split_backward(block)
-    early = _Lowering(parts.input, concrete, outside, gathered)
+    early = _Lowering(parts.input, concrete, outside, gathered, ahead.messages)
     inputs = _backward(block, early, numbers, "input")
 
     def from_both(name: str) -> tuple[Ref, ...]:
         return _handed(early, "input", name) if name in early.sources else outside(name)
 
-    late = _Lowering(parts.weight, concrete, from_both, gathered)
-    return Lowered(first, backward, inputs, _backward(block, late, numbers, "weight"))
+    late = _Lowering(parts.weight, concrete, from_both, gathered, early.messages)
+    return Lowered(first, backward, behind.messages, inputs, _backward(block, late, numbers, "weight"))
 
 
 def _backward(

@@ -14,15 +14,13 @@ from stage.trace.template import Ref, TemplateNode
 
 __all__ = ["pairwise_nodes", "results_of"]
 
-CHANNEL = "recv.all_to_all"
-
 
 def pairwise_nodes(collective: TemplateNode, exchange: Exchange) -> list[TemplateNode]:
     """The messages of one device in place of a collective, in the order of their steps; `exchange` is in bytes.
 
     Sends wait for what the collective waits for. Receives wait for nothing but those before them.
     """
-    found, n = [], len(exchange.sent)
+    found, n, channel = [], len(exchange.sent), f"recv {' '.join(collective.axes)}"
     for k in range(1, n):
         for kind, offset, sizes in (("send", k, exchange.sent), ("recv", n - k, exchange.received)):
             size = sizes[(exchange.own + offset) % n]
@@ -31,11 +29,9 @@ def pairwise_nodes(collective: TemplateNode, exchange: Exchange) -> list[Templat
                     collective,
                     name=f"{collective.name}.{kind}{k}",
                     kind=kind,
-                    op=kind,
                     bytes=size,
-                    axes=(),
                     peer=Peer(collective.axes, offset),
-                    channel=CHANNEL if kind == "recv" else "",
+                    channel=channel if kind == "recv" else "",
                     deps=collective.deps if kind == "send" else (),
                     shapes="",
                 )
@@ -43,13 +39,13 @@ def pairwise_nodes(collective: TemplateNode, exchange: Exchange) -> list[Templat
     return found
 
 
-def results_of(nodes: Sequence[TemplateNode], first: int, deps: tuple[Ref, ...]) -> tuple[Ref, ...]:
-    """What must have run for the results of an op to be there, if its nodes stand from `first` on and wait for `deps`.
+def results_of(nodes: Sequence[TemplateNode], first: int, kept: tuple[Ref, ...]) -> tuple[Ref, ...]:
+    """What must have run for the results of an op to be there, if its nodes stand from `first` on.
 
-    It is the op's node. An op without any hands on what it was given; a pairwise exchange also its last receive, behind
-    which stand all others.
+    It is the op's node. Of an op that makes messages, or nothing, it is what made the part that a device keeps, and the
+    last receive, behind which stand all others.
     """
     if len(nodes) == 1 and nodes[0].peer is None:
         return (Ref("self", first),)
     receives = [Ref("self", at) for at, node in enumerate(nodes, first) if node.kind == "recv"]
-    return tuple(dict.fromkeys((*deps, *receives[-1:])))
+    return tuple(dict.fromkeys((*kept, *receives[-1:])))

@@ -41,6 +41,7 @@ class _Rank:
         self.data = DataParallel(plan, step, self.assembly)
         self.runs: dict[tuple[int, int], _Run] = {}
         self.handed: dict[tuple[int, int, int], int] = {}
+        self.messages = max((unit.templates.messages for unit in plan.units), default=0)
 
     def program(self) -> Program:
         run = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
@@ -111,7 +112,10 @@ class _Rank:
         self, at: int, template: Template, micro_batch: int, run: _Run | None = None, **ports: int
     ) -> int:
         earlier = NO_EARLIER if run is None else (run.forward, run.input)
-        return self.assembly.place(template, self.plan.units[at].layer, micro_batch, earlier, **ports)
+        tag = self._first_tag(at, micro_batch) if self.messages else 0
+        return self.assembly.place(
+            template, self.plan.units[at].layer, micro_batch, earlier, tag=tag, **ports
+        )
 
     def _receive(self, chunk: int, direction: int, micro_batch: int) -> int:
         """What makes the tensor that the stage before (or, backward, after) a chunk hands on; -1 at the ends."""
@@ -140,8 +144,17 @@ class _Rank:
 
     def _tag(self, boundary: int, direction: int, micro_batch: int) -> int:
         """A number of its own for each message between two ranks: step, micro-batch, boundary and direction."""
-        count = self.assembly.step * self.pipeline.micro_batches + micro_batch
+        count = self._count(micro_batch)
         return 2 * (count * self.pipeline.chunks + boundary // self.pipeline.ranks) + direction
+
+    def _first_tag(self, at: int, micro_batch: int) -> int:
+        """The first tag of a block's messages; all that a block can have are its own, and behind the pipeline's."""
+        pipeline = 2 * self.step.steps * self.pipeline.micro_batches * self.pipeline.chunks
+        return pipeline + (self._count(micro_batch) * len(self.plan.units) + at) * self.messages
+
+    def _count(self, micro_batch: int) -> int:
+        """Micro-batches before this one, of all steps."""
+        return self.assembly.step * self.pipeline.micro_batches + micro_batch
 
 
 def _with_phases(phases: Phases) -> Iterator[tuple[int, Action]]:
