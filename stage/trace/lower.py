@@ -22,8 +22,8 @@ from stage.symbols import dtype_bytes, exact
 from stage.tensor import Dim, Tensor, resolve_dtypes
 from stage.trace.exchange import EXCHANGES, Moved
 from stage.trace.pairwise import pairwise_nodes, results_of
-from stage.trace.routing import Routing, holds_tokens
 from stage.trace.peer import Peer
+from stage.trace.routing import Routing, holds_tokens
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
 __all__ = ["Concrete", "Lowered", "lower"]
