@@ -21,6 +21,7 @@ from stage.trace.decode import read_messages
 from stage.trace.expand import ClassImage
 from stage.trace.groups import GroupTable
 from stage.trace.image import Ints
+from stage.trace.partition import Partition
 from stage.trace.peer import OWN, Peer
 from stage.trace.report import Report
 from stage.trace.spans import communication_spans
@@ -54,7 +55,7 @@ def with_images(traces: TraceSet, changes: dict[int, Change]) -> TraceSet:
         made = old.image(number)
         return changes[number](made) if number in changes else made
 
-    classes = RankClasses(old.mesh, old.groups.axes, old.count, image, old.placement)
+    classes = RankClasses(old.partition, old.groups.axes, image, old.placement)
     return TraceSet(classes, traces.description, traces.summaries)
 
 
@@ -373,7 +374,7 @@ def test_a_placement_that_is_no_permutation_is_found() -> None:
 
 def test_classes_that_are_no_stages_are_found() -> None:
     traces = small()
-    traces.classes.count = 4
+    traces.classes.partition = Partition(traces.classes.mesh, ("dp",))
     assert rules(verify_classes(traces.classes)) == {"class-shape"}
 
 

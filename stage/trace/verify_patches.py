@@ -120,7 +120,7 @@ class ClassPatches:
 
     def _last(self) -> None:
         """Report where the last rank of the class differs from the first but in its own fields."""
-        position = (self.number + 1) * self.classes.ranks_per_class - 1
+        position = int(self.classes.partition.positions(self.number)[-1])
         rank = self.classes.rank_at(position)
         data = bytes(self.classes.rank(rank))
         same = (
@@ -156,15 +156,15 @@ class ClassPatches:
     def _fixed(self, span: Span) -> Iterator[tuple[str, str]]:
         """What is wrong with a field that all ranks of the class have alike."""
         size = self.classes.ranks_per_class
-        own = slice(self.number * size, (self.number + 1) * size)
         if size == 1:
             return
+        own = self.classes.partition.positions(self.number)
         if span.name != GROUP_NAME:
             yield "patch", f"names rank {span.value} as {span.name.decode()} on all {size} ranks of its class"
         elif str(span.value).isdecimal() and span.value != "0" and not self._common(int(span.value), own):
             text = f"is on group {span.value} on all {size} ranks of its class, not all of them its members"
             yield "group-member", text
 
-    def _common(self, group: int, own: slice) -> bool:
+    def _common(self, group: int, own: Ints) -> bool:
         """Whether a group has all ranks of the class."""
         return any(bool(np.all(numbers[own] == group)) for numbers in self.numbers.values())
