@@ -5,7 +5,6 @@ model -> graph of each kind of block -> sharded -> differentiated -> recomputati
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,13 @@ from stage.tensor import Dim, Tensor
 from stage.trace.buckets import Bucket, plan_buckets
 from stage.trace.capacity import check_capacity, check_tags
 from stage.trace.image import NameStyle
-from stage.trace.lower import Concrete, Lowered, lower
-from stage.trace.parameters import Parameter, Sharding, unit_parameters
+from stage.trace.kind import BlockKind
+from stage.trace.lower import Concrete
+from stage.trace.parameters import Parameter, Sharding
+from stage.trace.partition import STAGES, Partition
 from stage.trace.plan import StagePlan, StepPlan, UnitPlan
 from stage.trace.program import Program
+from stage.trace.routing import Routing, make_routing
 from stage.trace.stage_program import stage_program
 from stage.traceset import Job, TraceSet
 
@@ -52,14 +54,6 @@ def synthesize(
     """
     request = resolve_request(model, strategy, **options)
     return TraceSet.of(job(request))
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """A kind of block, lowered."""
-
-    templates: Lowered
-    parameters: tuple[Parameter, ...]
 
 
 def sharded_block(request: Request, block: Block) -> Differentiated:
@@ -98,9 +92,16 @@ def job(request: Request) -> Job:
         chunks=request.pipeline.chunks,
     )
     concrete = Concrete(
-        symbol_values(request), mesh, {"compute": request.dtype, "gradient": request.grad_dtype}
+        symbol_values(request),
+        mesh,
+        {"compute": request.dtype, "gradient": request.grad_dtype},
+        pairwise=request.strategy.alltoall == "p2p",
     )
-    kinds = {block: _lowered(request, block, concrete) for block in dict.fromkeys(model.blocks)}
+    kinds = {block: _kind(request, block, concrete) for block in dict.fromkeys(model.blocks)}
+    classes = Partition.of(mesh, [atom for kind in kinds.values() for atom in kind.variants])
+    places = [
+        {**dict.fromkeys(mesh.names, 0), **classes.coordinates(number)} for number in range(classes.count)
+    ]
     step = _step_plan(request, kinds, widths, concrete)
     stages = cut(model, request.pipeline, request.stage_layers)
     check_tags(
@@ -108,25 +109,40 @@ def job(request: Request) -> Job:
         steps=request.steps,
         chunks=request.pipeline.chunks,
         blocks=len(model.blocks),
-        messages=max(kind.templates.messages for kind in kinds.values()),
+        messages=max(kind.templates(places[0]).messages for kind in kinds.values()),
     )
-    programs = tuple(_program(rank, stages, kinds, step, request) for rank in range(request.pipeline.ranks))
+    programs = tuple(_program(place, stages, kinds, step, request) for place in places)
     digits = NameStyle(
         len(str(len(model.layers) - 1)),
         len(str(request.micro_batches - 1)),
         len(str(request.steps - 1)) if request.steps > 1 else 0,
     )
     placement = None if request.placement is None else np.array(request.placement, np.int64)
-    return Job(mesh, programs, digits, describe(request, stages), placement)
+    return Job(mesh, programs, digits, describe(request, stages), placement, classes.axes)
 
 
-def _lowered(request: Request, block: Block, concrete: Concrete) -> _Kind:
-    both = sharded_block(request, block)
+def _kind(request: Request, block: Block, concrete: Concrete) -> BlockKind:
+    both, strategy = sharded_block(request, block), request.strategy
     own = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
-    numbers = (*own, *request.pipeline.marks)
-    split = get_schedule(request.strategy.schedule).splits
-    templates = lower(both, concrete, gathered=_gathered(request), numbers=numbers, split=split)
-    return _Kind(templates, tuple(unit_parameters(both.forward, concrete)))
+    routings: tuple[Routing, ...] = ()
+    if request.expert_load is not None and any("experts" in p.dim_names for p in both.forward.parameters):
+        graphs, factor, padded = (
+            (both.forward, both.backward),
+            strategy.capacity_factor,
+            strategy.pad_to_capacity,
+        )
+        routings = tuple(
+            make_routing(row, graphs, concrete.sizes, request.mesh, factor, padded=padded)
+            for row in request.expert_load.rows
+        )
+    return BlockKind(
+        both,
+        concrete,
+        numbers=(*own, *request.pipeline.marks),
+        gathered=_gathered(request),
+        split=get_schedule(strategy.schedule).splits,
+        routings=routings,
+    )
 
 
 def _gathered(request: Request) -> bool:
@@ -136,7 +152,7 @@ def _gathered(request: Request) -> bool:
 
 
 def _step_plan(
-    request: Request, kinds: Mapping[Block, _Kind], widths: Mapping[str, int], concrete: Concrete
+    request: Request, kinds: Mapping[Block, BlockKind], widths: Mapping[str, int], concrete: Concrete
 ) -> StepPlan:
     model, strategy, mesh = request.model, request.strategy, request.mesh
     x = model.graph(model.layers[0]).tensors["x"]
@@ -171,7 +187,7 @@ def _step_plan(
     )
 
 
-def _shared(request: Request, kinds: Mapping[Block, _Kind]) -> list[Parameter]:
+def _shared(request: Request, kinds: Mapping[Block, BlockKind]) -> list[Parameter]:
     """Parameters that first and last block both have on different ranks.
 
     They are a tied token table, or that of a prediction module.
@@ -184,11 +200,16 @@ def _shared(request: Request, kinds: Mapping[Block, _Kind]) -> list[Parameter]:
 
 
 def _program(
-    rank: int, stages: list[list[Unit]], kinds: Mapping[Block, _Kind], step: StepPlan, request: Request
+    place: Mapping[str, int],
+    stages: list[list[Unit]],
+    kinds: Mapping[Block, BlockKind],
+    step: StepPlan,
+    request: Request,
 ) -> Program:
-    """The program of the ranks that hold certain stages."""
+    """The program of the ranks at a place, which hold certain stages."""
+    rank = place.get(STAGES, 0)
     held = [stages[request.pipeline.stage(rank, chunk)] for chunk in range(request.pipeline.chunks)]
-    plans = _unit_plans([unit for units in held for unit in units], kinds, request)
+    plans = _unit_plans([unit for units in held for unit in units], kinds, request, place)
     shared = [p.name for p in _shared(request, kinds)]
     chunks: list[range] = []
     buckets: list[Bucket] = []
@@ -202,16 +223,22 @@ def _program(
     return stage_program(StagePlan(rank, tuple(plans), tuple(chunks), tuple(buckets)), step)
 
 
-def _unit_plans(units: list[Unit], kinds: Mapping[Block, _Kind], request: Request) -> list[UnitPlan]:
+def _unit_plans(
+    units: list[Unit], kinds: Mapping[Block, BlockKind], request: Request, place: Mapping[str, int]
+) -> list[UnitPlan]:
     """The blocks of a rank; a parameter that two of them share belongs to the first."""
     seen: set[str] = set()
+    many = request.expert_load is not None and len(request.expert_load.rows) > 1
+    sparse = request.model.moe_layers if many else ()
     plans = []
     for unit in units:
         kind = kinds[unit.block]
         own = tuple(p for p in kind.parameters if unit.layer >= 0 or p.name not in seen)
         seen.update(p.name for p in own if unit.layer < 0)
         head = unit.block == request.model.head
-        plans.append(UnitPlan(unit.block.kind, unit.layer, kind.templates, own, kind.parameters, head))
+        row = sparse.index(unit.layer) if many and kind.routings else 0
+        templates = kind.templates(place, row)
+        plans.append(UnitPlan(unit.block.kind, unit.layer, templates, own, kind.parameters, head))
     return plans
 
 
