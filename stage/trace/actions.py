@@ -155,9 +155,8 @@ class _Recording:
                 return self.recorder.symbol("handed", boundary)
             self.handed[boundary] = source
             return source
-        further = Peer(("pp",), peer - rank)
         template = _message(
-            kind, further, direction, chunk, self.pipeline, self.step.message, self.step.dtype
+            kind, peer - rank, direction, chunk, self.pipeline, self.step.message, self.step.dtype
         )
         return self.recorder.place(template, -1, self.micro_batch, tag=self._tag(*boundary), data=source)
 
@@ -199,14 +198,22 @@ def _output(template: Template, base: int, given: int, forward: int = -1) -> int
 
 @lru_cache(maxsize=256)  # ranks of other stages send alike, and what is one template is encoded once
 def _message(
-    kind: str, peer: Peer, direction: int, chunk: int, pipeline: Pipeline, size: int, dtype: str
+    kind: str, distance: int, direction: int, chunk: int, pipeline: Pipeline, size: int, dtype: str
 ) -> Template:
-    """A send or receive of an activation or its cotangent, to or from a peer in the pipeline."""
+    """A send or receive of an activation or its cotangent, to or from the rank `distance` further."""
     deps = (Ref("port", "data"),) if kind == "send" else ()
     name = f"{kind}_{'forward' if direction == FORWARD else 'backward'}"
     channel = f"{name}.{chunk}" if kind == "recv" else ""
     node = TemplateNode(
-        name, kind, kind, size, peer=peer, channel=channel, deps=deps, dtype=dtype, phase="pipeline"
+        name,
+        kind,
+        kind,
+        size,
+        peer=Peer(("pp",), distance),
+        channel=channel,
+        deps=deps,
+        dtype=dtype,
+        phase="pipeline",
     )
     block = f"chunk{chunk}" if pipeline.chunks > 1 else "pipeline"
     return Template(block, "pipeline", chain([node]), numbers=("micro_batch", *pipeline.marks))
