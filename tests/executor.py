@@ -195,7 +195,8 @@ class Executor:
         turns, axes = self.turned.get(name, (0, ()))
         degrees = [self.mesh.degree(atom) for atom in axes]
         back = (index(here, axes, self.mesh) - turns) % self.mesh.degree(axes)
-        return {**here, **dict(zip(axes, np.unravel_index(back, degrees), strict=True))} if turns else here
+        at = (int(part) for part in np.unravel_index(back, degrees))
+        return {**here, **dict(zip(axes, at, strict=True))} if turns else here
 
     def _local(self, graph: Graph, name: str, names: Any, here: Mapping[str, int], value: Any) -> Local:
         tensor, layout = graph.tensors[name], self.layout(graph, name)

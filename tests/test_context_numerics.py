@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.small import name_of
-from tests.test_numerics import compare, unsharded, zigzag
+from tests.test_numerics import compare
 
 HEADS = {"heads": 8, "kv_heads": 8}
 GROUPED = {"heads": 8, "kv_heads": 2}

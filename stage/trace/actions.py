@@ -68,7 +68,6 @@ class _Recording:
             else {at: self._known(run, earlier.tape) for at, run in earlier.runs.items()}
         )
         self.handed: dict[Boundary, int] = {}
-        self.messages = max((unit.templates.messages for unit in self.plan.units), default=0)
 
     def _known(self, run: Run, tape: Tape) -> Run:
         """A run of the action before, in symbols of this one."""
@@ -131,9 +130,16 @@ class _Recording:
         return self.data.gather(at, self.micro_batch, "backward", self.recorder.last("compute"))
 
     def _place(self, at: int, template: Template, earlier: tuple[int, ...], **ports: int) -> int:
-        tag = self._first_tag(at) if self.messages else 0
-        layer = self.plan.units[at].layer
+        tag, layer = self._first_tag(at), self.plan.units[at].layer
         return self.recorder.place(template, layer, self.micro_batch, earlier, tag=tag, **ports)
+
+    def _first_tag(self, at: int) -> int:
+        """The first tag of a block's messages; all that a block can have are its own, and behind the pipeline's."""
+        messages = max((unit.templates.messages for unit in self.plan.units), default=0)
+        if not messages:
+            return 0
+        pipeline = 2 * self.step.steps * self.pipeline.micro_batches * self.pipeline.chunks
+        return self.recorder.symbol("count", len(self.plan.units) * messages) + pipeline + at * messages
 
     def _receive(self, direction: int) -> int:
         """What makes the tensor that the stage before (or, backward, after) a chunk hands on; -1 at the ends."""
@@ -164,15 +170,6 @@ class _Recording:
         """A number of its own for each message between two ranks: step, micro-batch, boundary and direction."""
         first = self.recorder.symbol("count", 2 * self.pipeline.chunks)
         return first + 2 * (boundary // self.pipeline.ranks) + direction
-
-    def _first_tag(self, at: int) -> int:
-        """The first tag of a block's messages; all that a block can have are its own, and behind the pipeline's."""
-        pipeline = 2 * self.step.steps * self.pipeline.micro_batches * self.pipeline.chunks
-        return (
-            self.recorder.symbol("count", len(self.plan.units) * self.messages)
-            + pipeline
-            + at * self.messages
-        )
 
 
 def record_action(
