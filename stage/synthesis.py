@@ -264,7 +264,9 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "zero": strategy.zero,
         "bucket_size": strategy.bucket_size,
         "expert_load": strategy.expert_load,
-        "expert_popularity": None if request.expert_load is None else list(map(list, request.expert_load.rows)),
+        "expert_popularity": None
+        if request.expert_load is None
+        else list(map(list, request.expert_load.rows)),
         "seed": strategy.seed,
         "capacity_factor": strategy.capacity_factor,
         "pad_to_capacity": strategy.pad_to_capacity,

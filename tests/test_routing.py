@@ -289,10 +289,9 @@ def test_an_idle_device_has_no_kernel_and_no_message_but_takes_part_in_collectiv
 
 
 def test_dropped_and_padded_tokens() -> None:
-    free, dropped, padded = (
-        case("megatron_moe", {"dp": 4, "ep": 2}, **options)
-        for options in ({}, {"capacity_factor": 1.25}, {"capacity_factor": 1.25, "pad_to_capacity": True})
-    )
+    mesh = {"dp": 4, "ep": 2}
+    free, dropped = case("megatron_moe", mesh), case("megatron_moe", mesh, capacity_factor=1.25)
+    padded = case("megatron_moe", mesh, capacity_factor=1.25, pad_to_capacity=True)
     tokens = free.job.sizes["batch"] * free.job.sizes["seq"] // free.routing.sources
     capacity = -(-5 * tokens * TOP_K // (4 * EXPERTS))
     assert free.routing.slots.sum() == tokens * TOP_K

@@ -138,9 +138,7 @@ CapacityFactor = Annotated[
 ]
 PadToCapacity = Annotated[
     bool | None,
-    typer.Option(
-        "--pad-to-capacity", help="Every expert computes its whole capacity.", rich_help_panel=STEP
-    ),
+    typer.Option("--pad-to-capacity", help="Every expert computes its whole capacity.", rich_help_panel=STEP),
 ]
 AllToAll = Annotated[
     str | None,
