@@ -263,14 +263,6 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "recompute": strategy.recompute,
         "zero": strategy.zero,
         "bucket_size": strategy.bucket_size,
-        "expert_load": strategy.expert_load,
-        "expert_popularity": None
-        if request.expert_load is None
-        else list(map(list, request.expert_load.rows)),
-        "seed": strategy.seed,
-        "capacity_factor": strategy.capacity_factor,
-        "pad_to_capacity": strategy.pad_to_capacity,
-        "alltoall": strategy.alltoall,
         "grad_reduce": request.grad_reduce,
         "dtype": request.dtype,
         "grad_dtype": request.grad_dtype,
@@ -280,4 +272,20 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "dropout": request.model.options.dropout,
         "stage_layers": [sum(unit.layer >= 0 for unit in units) for units in stages],
         "placement": None if request.placement is None else list(request.placement),
+        **_loads(request),
+    }
+
+
+def _loads(request: Request) -> dict[str, Any]:
+    """What the manifest says of experts and their exchanges where it is not the default."""
+    strategy, load = request.strategy, request.expert_load
+    exchange = {} if strategy.alltoall == "collective" else {"alltoall": strategy.alltoall}
+    if load is None:
+        return exchange
+    return exchange | {
+        "expert_load": strategy.expert_load,
+        "expert_popularity": [list(row) for row in load.rows],
+        "seed": strategy.seed,
+        "capacity_factor": strategy.capacity_factor,
+        "pad_to_capacity": strategy.pad_to_capacity,
     }

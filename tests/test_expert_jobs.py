@@ -143,7 +143,9 @@ def test_a_job_verifies_and_does_the_work_of_the_model_with_that_load(
         capacity = token_capacity(options["capacity_factor"], tokens, TOP_K, EXPERTS)
         slots = np.full(EXPERTS, capacity) if "pad_to_capacity" in options else np.minimum(slots, capacity)
     assert work(source) == expected(job_, [int(slots.sum()) * sources] * 2)
-    assert source.manifest["expert_load"] == options.get("expert_load", "balanced")
+    said = {key: source.manifest[key] for key in options}
+    assert said == options
+    assert ("expert_popularity" in source.manifest) == (job_.expert_load is not None)
 
 
 @pytest.mark.parametrize("load", ["zipf:1.1", "zipf:20"])

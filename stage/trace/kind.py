@@ -1,4 +1,4 @@
-"""A kind of block on a mesh: sharded and differentiated once, lowered once for each load and each kind of device."""
+"""A kind of block on a mesh: sharded and differentiated once, lowered once for each kind of device and load."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +26,7 @@ class BlockKind:
     split: bool
     routings: tuple[Routing, ...] = ()
     _known: dict[tuple[int, tuple[int, ...]], Lowered] = field(default_factory=dict, compare=False)
+    _alike: dict[Lowered, Lowered] = field(default_factory=dict, compare=False)
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -43,15 +44,13 @@ class BlockKind:
         """The templates on the devices at a place, under a row of the load; the same object for equal ones."""
         key = row, tuple(place[atom] for atom in self.variants)
         if key not in self._known:
-            concrete = self.concrete
-            if self.routings:
-                concrete = replace(concrete, routing=self.routings[row])
-            own = {atom: place[atom] for atom in self.variants}
-            self._known[key] = lower(
+            concrete = replace(self.concrete, place=dict(zip(self.variants, key[1], strict=True)))
+            made = lower(
                 self.both,
-                replace(concrete, place=own),
+                replace(concrete, routing=self.routings[row]) if self.routings else concrete,
                 gathered=self.gathered,
                 numbers=self.numbers,
                 split=self.split,
             )
+            self._known[key] = self._alike.setdefault(made, made)
         return self._known[key]
