@@ -48,13 +48,13 @@ class Context:
             )
         return inner
 
-    def table(self, rows: Rows) -> Rows:
-        """A strategy's rows, and before them one for the heads of the attention core if heads are exchanged.
+    def table(self, rows: Rows, cp: int) -> Rows:
+        """A strategy's rows, with one more for the heads of the attention core if heads are exchanged.
 
-        >>> parse_context("ulysses").table((("heads", ("tp",)), ("seq", ("cp",))))[0]
+        >>> parse_context("ulysses").table((("heads", ("tp",)), ("seq", ("cp",))), 2)[0]
         ('core.heads', ('tp', 'cp_kv', 'cp_rep'))
         """
-        if not self.exchanges:
+        if self.ulysses(cp) == 1:
             return rows
         names = [dim for dim, _ in rows]
         given = dict(rows)

@@ -12,7 +12,7 @@ Invariants:
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -115,6 +115,17 @@ class Mesh:
         for name, degree in reversed(self.atoms):
             rank, result[name] = divmod(rank, degree)
         return dict(reversed(result.items()))
+
+    def index(self, names: Iterable[str] | str, coordinates: Mapping[str, int]) -> int:
+        """The number of a place along the named axes and atoms, flattened with the last one varying fastest.
+
+        >>> build_mesh(dp=2, tp=4).index(["dp", "tp"], {"dp": 1, "tp": 2})
+        6
+        """
+        index = 0
+        for atom in self.expand(names):
+            index = index * self.degree(atom) + coordinates[atom]
+        return index
 
     def stride(self, atom: str) -> int:
         """The distance in rank of neighbours along the atom.
@@ -223,7 +234,7 @@ def build_mesh(
     own = ulysses * rep // _kv_replicas("tp x ulysses", tp * ulysses, kv_heads)
     dense, sparse = (("dp", dp), ("cp", cp), ("tp", tp)), (("ep", ep), ("etp", etp))
     hybrid = (("dp_shard", shard), *dense[1:])
-    heads = (("ulysses", ulysses), dense[2]), (("cp_kv", own), dense[2]), (("tp_rep", rep),)
+    heads = (("ulysses", ulysses), dense[2]), (("ulysses kv", own), dense[2]), (("tp_rep", rep),)
     _check_chain(dense, dense[1:], dense[2:], hybrid, sparse, sparse[1:], *heads)
     views = {
         "pp": (pp * inner, inner),

@@ -14,6 +14,7 @@ from stage.graph import Options
 from stage.io.expert_load import resolve_expert_load
 from stage.mesh import Mesh, build_mesh
 from stage.model import Model, SizeValue
+from stage.passes.shard import Table
 from stage.pipeline.schedule import Pipeline
 from stage.pipeline.schedules import plan_pipeline
 from stage.sizes import build_model
@@ -50,6 +51,11 @@ class Request:
     stage_layers: tuple[int, ...] | None
     placement: tuple[int, ...] | None
     expert_load: ExpertLoad | None = None
+
+    @property
+    def table(self) -> Table:
+        """The rows of the strategy's `shard`, and what its `context` adds within the attention core."""
+        return self.strategy.contexts.table(self.strategy.shard, self.degrees["cp"])
 
     @property
     def micro_batches(self) -> int:

@@ -40,6 +40,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dua
 RECOMPUTE = ("none", "full", "selective")
 ALLTOALL = ("collective", "p2p")
 LARGEST_FACTOR = 1_000_000
+CONTEXT_BALANCES = ("zigzag", "none")
 ARCHITECTURES = ("dense", "moe")
 
 
@@ -73,6 +74,9 @@ class Strategy:
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
     context: str = "all_gather"  # how attention meets keys of other cp ranks; `stage.context` has the forms
+    context_balance: str = (
+        "zigzag"  # parts of a sequence under a causal mask: of equal work, or "none", consecutive
+    )
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
     expert_load: str = BALANCED  # tokens of the experts: balanced, zipf:EXPONENT, or a file of histograms
     seed: int | None = None  # which experts a drawn load makes popular; None is 0
@@ -97,11 +101,6 @@ class Strategy:
     def contexts(self) -> Context:
         """How attention meets the keys of other ranks."""
         return parse_context(self.context)
-
-    @property
-    def table(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """The rows of `shard`, and those that `context` adds within the attention core."""
-        return self.contexts.table(self.shard)
 
     def replace(self, **options: object) -> "Strategy":
         """This strategy with the options that are not None set, checked as the file's keys are."""
@@ -253,6 +252,7 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "dp_shard": _integer(1),
     "reshard_after_forward": _reshard,
     "context": _context,
+    "context_balance": _choice(CONTEXT_BALANCES),
     "bucket_first_stage": _flag,
     "fuse": _flag,
     "expert_load": check_expert_load,

@@ -4,13 +4,14 @@ model -> graph of each kind of block -> sharded -> differentiated -> recomputati
 -> stages -> programs -> trace set
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import stage
+from stage.describe import describe
+from stage.errors import StrategyError
 from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
 from stage.passes.fuse import fuse
@@ -25,13 +26,14 @@ from stage.symbols import dtype_bytes, size
 from stage.tensor import Dim, Tensor
 from stage.trace.buckets import Bucket, plan_buckets
 from stage.trace.capacity import check_capacity, check_tags
+from stage.trace.concrete import Concrete
 from stage.trace.image import NameStyle
 from stage.trace.kind import BlockKind
-from stage.trace.lower import Concrete
 from stage.trace.parameters import Parameter, Sharding
 from stage.trace.partition import STAGES, Partition
 from stage.trace.plan import StagePlan, StepPlan, UnitPlan
 from stage.trace.program import Program
+from stage.trace.queries import query_atoms
 from stage.trace.routing import Routing, make_routing
 from stage.trace.stage_program import stage_program
 from stage.traceset import Job, TraceSet
@@ -63,9 +65,9 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
     whole = request.model.graph(block)
     if strategy.contexts.circulates:
         whole = circulate(whole)
-    graph = shard(fuse(whole) if strategy.fuse else whole, strategy.table, mesh, sizes)
+    graph = shard(fuse(whole) if strategy.fuse else whole, request.table, mesh, sizes)
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
-    both = expand_ring(both, mesh, sizes)
+    both = expand_ring(both, mesh, sizes, consecutive=strategy.context_balance == "none")
     if strategy.recompute != "none" and block in request.model.layers:
         both = recompute(both, strategy.recompute)
     return both
@@ -75,7 +77,7 @@ def symbol_values(request: Request) -> dict[str, int]:
     """A value for every size symbol; `sources` is how many parts the slots of an expert come from."""
     tokens = Tensor("tokens", (Dim("batch", size("batch")), Dim("seq", size("seq"))))
     values, mesh = dict(request.sizes), request.mesh
-    rest = rest_layout(tokens, request.strategy.table, mesh, values)
+    rest = rest_layout(tokens, request.table, mesh, values)
     parts = {*rest.sharding, *mesh.expand(request.strategy.axes("slots"))}
     return values | {"sources": mesh.degree(parts)}
 
@@ -95,15 +97,15 @@ def job(request: Request) -> Job:
         symbol_values(request),
         mesh,
         {"compute": request.dtype, "gradient": request.grad_dtype},
+        consecutive=request.strategy.context_balance == "none",
         pairwise=request.strategy.alltoall == "p2p",
     )
     kinds = {block: _kind(request, block, concrete) for block in dict.fromkeys(model.blocks)}
-    classes = Partition.of(mesh, [atom for kind in kinds.values() for atom in kind.variants])
-    places = [
-        {**dict.fromkeys(mesh.names, 0), **classes.coordinates(number)} for number in range(classes.count)
-    ]
     step = _step_plan(request, kinds, widths, concrete)
     stages = cut(model, request.pipeline, request.stage_layers)
+    classes = Partition.of(mesh, [atom for kind in kinds.values() for atom in kind.variants])
+    _check_balance(request, kinds.values())
+    places = [classes.coordinates(number) for number in range(classes.count)]
     check_tags(
         micro_batches=request.micro_batches,
         steps=request.steps,
@@ -145,6 +147,23 @@ def _kind(request: Request, block: Block, concrete: Concrete) -> BlockKind:
     )
 
 
+def _check_balance(request: Request, kinds: Iterable[BlockKind]) -> None:
+    """A `StrategyError` where work is to be left unbalanced that is not uneven."""
+    if request.strategy.context_balance != "none":
+        return
+    if any(query_atoms((kind.both.forward, kind.both.backward)) for kind in kinds):
+        return
+    why = (
+        "attention has no causal mask"
+        if request.model.options.mask == "full"
+        else f"no axis shards the sequence of attention (cp = {request.degrees['cp']})"
+    )
+    raise StrategyError(
+        f"context_balance = none leaves ranks unequal work under a causal mask, but {why}; leave it out, "
+        "or take a causal mask and a cp above 1"
+    )
+
+
 def _gathered(request: Request) -> bool:
     """Whether parameters are gathered before use: always under ZeRO 3, between steps with a sharded optimizer."""
     zero = request.strategy.zero
@@ -157,7 +176,7 @@ def _step_plan(
     model, strategy, mesh = request.model, request.strategy, request.mesh
     x = model.graph(model.layers[0]).tensors["x"]
     message = (
-        concrete.local(x, rest_layout(x, strategy.table, mesh, concrete.sizes)).elements * widths["compute"]
+        concrete.local(x, rest_layout(x, request.table, mesh, concrete.sizes)).elements * widths["compute"]
     )
     replicate = frozenset(mesh.expand(["dp_replicate"])) if strategy.dp_shard is not None else frozenset()
     sharding = Sharding(strategy.zero, replicate)
@@ -206,10 +225,10 @@ def _program(
     step: StepPlan,
     request: Request,
 ) -> Program:
-    """The program of the ranks at a place, which hold certain stages."""
+    """The program of the ranks at a place: of the pipeline, and of the atoms that their work depends on."""
     rank = place.get(STAGES, 0)
     held = [stages[request.pipeline.stage(rank, chunk)] for chunk in range(request.pipeline.chunks)]
-    plans = _unit_plans([unit for units in held for unit in units], kinds, request, place)
+    plans = _unit_plans([unit for units in held for unit in units], kinds, place, request)
     shared = [p.name for p in _shared(request, kinds)]
     chunks: list[range] = []
     buckets: list[Bucket] = []
@@ -224,7 +243,7 @@ def _program(
 
 
 def _unit_plans(
-    units: list[Unit], kinds: Mapping[Block, BlockKind], request: Request, place: Mapping[str, int]
+    units: list[Unit], kinds: Mapping[Block, BlockKind], place: Mapping[str, int], request: Request
 ) -> list[UnitPlan]:
     """The blocks of a rank; a parameter that two of them share belongs to the first."""
     seen: set[str] = set()
@@ -240,52 +259,3 @@ def _unit_plans(
         templates = kind.templates(place, row)
         plans.append(UnitPlan(unit.block.kind, unit.layer, templates, own, kind.parameters, head))
     return plans
-
-
-def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
-    """The inputs and what they resolved to, for the manifest."""
-    strategy = request.strategy
-    return {
-        "stage": stage.__version__,
-        "model": request.model.name,
-        "origin": Path(request.origin).name,
-        "strategy": strategy.name,
-        "sizes": dict(sorted({**request.model.sizes, **request.sizes}.items())),
-        "mesh": {**request.degrees, "atoms": [list(atom) for atom in request.mesh.atoms]},
-        "batch": request.batch,
-        "micro_batch": request.micro_batch,
-        "micro_batches": request.micro_batches,
-        "seq": request.seq,
-        "steps": request.steps,
-        "context": strategy.context,
-        "schedule": strategy.schedule,
-        "vpp": request.pipeline.chunks,
-        "recompute": strategy.recompute,
-        "zero": strategy.zero,
-        "bucket_size": strategy.bucket_size,
-        "grad_reduce": request.grad_reduce,
-        "dtype": request.dtype,
-        "grad_dtype": request.grad_dtype,
-        "clip": request.clip,
-        "attention": request.model.options.attention,
-        "mask": request.model.options.mask,
-        "dropout": request.model.options.dropout,
-        "stage_layers": [sum(unit.layer >= 0 for unit in units) for units in stages],
-        "placement": None if request.placement is None else list(request.placement),
-        **_loads(request),
-    }
-
-
-def _loads(request: Request) -> dict[str, Any]:
-    """What the manifest says of experts and their exchanges where it is not the default."""
-    strategy, load = request.strategy, request.expert_load
-    exchange = {} if strategy.alltoall == "collective" else {"alltoall": strategy.alltoall}
-    if load is None:
-        return exchange
-    return exchange | {
-        "expert_load": strategy.expert_load,
-        "expert_popularity": [list(row) for row in load.rows],
-        "seed": strategy.seed,
-        "capacity_factor": strategy.capacity_factor,
-        "pad_to_capacity": strategy.pad_to_capacity,
-    }

@@ -62,6 +62,12 @@ def test_with_recomputation_and_without_a_mask(context: str, options: dict[str, 
     compare("gpt-oss-20b", "megatron_sp", {"cp": 4, "tp": 1}, context=context, **options)
 
 
+@pytest.mark.parametrize("context", ["ring", "ring:2x2"])
+@pytest.mark.parametrize("model", ["llama3-8b", "gpt-oss-20b"])
+def test_consecutive_parts_of_the_sequence_go_round_as_well(model: str, context: str) -> None:
+    compare(model, "megatron_sp", {"cp": 4}, context=context, context_balance="none")
+
+
 def test_unfused_attention_exchanges_heads() -> None:
     for options in ({}, {"dropout": True}, {"recompute": "selective"}):
         compare(

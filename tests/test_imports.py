@@ -39,6 +39,7 @@ LEVELS = (
     ("catalog", "io"),
     ("sizes",),
     ("request",),
+    ("describe",),
     ("traceset",),
     ("verification",),
     ("synthesis",),

@@ -36,6 +36,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "one rank": {"gpus": 1, "batch": 1},
     "placed": {"gpus": 8, "tp": 2, "pp": 2, "batch": 8, "placement": [7, 6, 5, 4, 0, 1, 2, 3]},
     "sharded": {"gpus": 8, "pp": 2, "batch": 8, "strategy": "fsdp"},
+    "unequal": {"gpus": 16, "tp": 2, "pp": 2, "cp": 2, "batch": 4, "context_balance": "none"},
     "long context": {"gpus": 16, "tp": 2, "pp": 4, "cp": 2, "batch": 4, "steps": 2},
 }
 

@@ -65,7 +65,8 @@ def compare(model: str, strategy: str | Strategy, mesh: dict[str, int], **option
     job = request(model, strategy, **mesh, **options)
     sizes = symbol_values(job)
     circulates, cp = job.strategy.contexts.circulates, job.degrees["cp"]
-    ring = cp // job.strategy.contexts.ulysses(cp) if circulates and job.model.options.mask == "causal" else 1
+    laid = circulates and job.strategy.context_balance == "zigzag"
+    ring = cp // job.strategy.contexts.ulysses(cp) if laid else 1
     plain = {key: value for key, value in options.items() if key in ("attention", "mask", "dropout")}
     plain |= {"sizes": tuple(sorted(options.get("sizes", {}).items()))}
     for block in dict.fromkeys(job.model.blocks):

@@ -15,8 +15,9 @@ from stage.layout import Layout
 from stage.passes.backward import Differentiated
 from stage.request import Request
 from stage.synthesis import sharded_block, symbol_values
+from stage.trace.concrete import Concrete
 from stage.trace.exchange import EXCHANGES, Exchange
-from stage.trace.lower import Concrete, Lowered, lower
+from stage.trace.lower import Lowered, lower
 from stage.trace.routing import Routing, holds_tokens, make_routing, variant_atoms
 from stage.trace.template import TemplateNode
 from tests.small import name_of, request
@@ -67,7 +68,9 @@ class Case:
 
     def concrete(self, place: Place, *, pairwise: bool = False) -> Concrete:
         dtypes = {"compute": self.job.dtype, "gradient": self.job.grad_dtype}
-        return Concrete(self.sizes, self.job.mesh, dtypes, self.routing, place, pairwise)
+        return Concrete(
+            self.sizes, self.job.mesh, dtypes, place=place, routing=self.routing, pairwise=pairwise
+        )
 
 
 def case(strategy: str, mesh: dict[str, int], load: str = "zipf:1.5", **options: Any) -> Case:

@@ -75,6 +75,15 @@ Context = Annotated[
         rich_help_panel=STEP,
     ),
 ]
+ContextBalance = Annotated[
+    str | None,
+    typer.Option(
+        "--context-balance",
+        metavar="zigzag|none",
+        help="Parts of the sequence over cp: of equal work, or consecutive.",
+        rich_help_panel=STEP,
+    ),
+]
 StageLayers = Annotated[
     str | None,
     typer.Option("--stage-layers", metavar="7,8x14,7", help="Layers of each stage.", rich_help_panel=STEP),
@@ -177,6 +186,7 @@ class JobOptions:
     zero: Zero = None
     context: Context = None
     recompute: Recompute = None
+    context_balance: ContextBalance = None
     expert_load: ExpertLoad = None
     seed: Seed = None
     capacity_factor: CapacityFactor = None

@@ -13,7 +13,7 @@ others comes round (`stage.passes.ring`). One step of that has the attribute `bl
 from collections.abc import Sequence
 from typing import Any
 
-from stage.ops.masks import keys_per_query
+from stage.ops.masks import met_keys
 from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, register
 from stage.tensor import Dim, Size, Tensor
 
@@ -51,7 +51,7 @@ def _factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) 
 
 def _pairs(attrs: Attrs, q: Tensor, k: Tensor) -> Size:
     """(query, key) pairs of all heads that one device works on."""
-    return _rows(q) * keys_per_query(k.size("seq"), attrs["mask"], attrs.get("window"), attrs.get("block"))
+    return _rows(q) * met_keys(k.size("seq"), attrs)
 
 
 def _rows(q: Tensor) -> Size:

@@ -17,7 +17,7 @@ from stage.errors import LayoutError
 from stage.graph import Graph, Node
 from stage.layout import Layout
 from stage.mesh import Mesh
-from stage.ops.masks import keys_per_query
+from stage.ops.masks import Block, met_keys
 from stage.ops.ring import EXCHANGE
 from stage.passes.backward import Differentiated
 from stage.symbols import evaluate
@@ -36,14 +36,18 @@ def circulate(graph: Graph) -> Graph:
     )
 
 
-def expand_ring(block: Differentiated, mesh: Mesh, sizes: Mapping[str, int]) -> Differentiated:
+def expand_ring(
+    block: Differentiated, mesh: Mesh, sizes: Mapping[str, int], *, consecutive: bool = False
+) -> Differentiated:
     """The block with the steps of each such attention written out; `sizes` are the concrete ones.
+
+    Ranks have `consecutive` parts of the sequence, or parts in a zig-zag (`stage.ops.masks.Block`).
 
     A LayoutError for a sequence that can not be cut into the chunks of a zig-zag.
     """
     graphs = {}
     for graph in (block.forward, block.backward):
-        ring = _Ring(graph, mesh, sizes)
+        ring = _Ring(graph, mesh, sizes, consecutive)
         for node in graph.nodes:
             ring.write(node)
         graphs[graph.name] = ring.graph()
@@ -57,6 +61,7 @@ class _Ring:
     source: Graph
     mesh: Mesh
     sizes: Mapping[str, int]
+    consecutive: bool
     tensors: dict[str, Tensor] = field(init=False)
     layouts: dict[str, Layout] = field(init=False)
     nodes: list[Node] = field(default_factory=list)
@@ -135,17 +140,14 @@ class _Ring:
         ranks = self.mesh.degree(axes)
         key = self.tensors[node.inputs[1]]
         whole = evaluate(key.size("seq"), self.sizes)
-        if mask == "causal" and whole % (2 * ranks):
+        if mask == "causal" and whole % (2 * ranks) and not self.consecutive:
             raise LayoutError(
                 f"seq = {whole} does not divide by 2 x ring = {2 * ranks}, the chunks of a zig-zag; choose a seq that "
                 "does, or context all_gather"
             )
-        width = None if window is None else evaluate(window, self.sizes)
-        blocks = [(step, ranks) for step in range(ranks)]
-        return [
-            {**node.attrs, "block": block} if keys_per_query(whole // ranks, mask, width, block) else None
-            for block in blocks
-        ]
+        known = {"mask": mask, "window": None if window is None else evaluate(window, self.sizes)}
+        blocks = [{"block": Block(step, ranks, self.consecutive)} for step in range(ranks)]
+        return [{**node.attrs, **own} if met_keys(whole // ranks, known | own) else None for own in blocks]
 
     def _pass_on(self, node: Node, name: str, tensors: Sequence[str], axes: tuple[str, ...]) -> list[str]:
         """What the rank before holds of these tensors."""

@@ -83,7 +83,7 @@ class _Pricing:
             fresh |= {"bytes_value": self.local.value(size), "nodes": []}
             entry = found.setdefault((node.phase, kind, axes, str(size)), fresh)
             entry["count"] += 1
-            entry["nodes"].append(node.name)
+            entry["nodes"].append(f"{node.name}.send" if kind == "send" else node.name)
         return list(found.values())
 
     def phase(self, graph: Graph) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def pricing(request: Request) -> _Pricing:
     """How the ops of a request's sharded graphs are priced."""
     x = request.model.graph(request.model.layers[0]).tensors["x"]
     values = symbol_values(request)
-    rest = rest_layout(x, request.strategy.table, request.mesh, values)
+    rest = rest_layout(x, request.table, request.mesh, values)
     local = Local(request.mesh, values, tuple(atom for axes in rest.dims for atom in axes))
     return _Pricing(local, {"compute": request.dtype, "gradient": request.grad_dtype})
 
@@ -152,7 +152,7 @@ def closed_forms(request: Request) -> dict[str, Any]:
         if request.degrees["pp"] == 1:
             seen |= {t.name for t in both.forward.parameters if t.shared}
     x = request.model.graph(request.model.layers[0]).tensors["x"]
-    rest = rest_layout(x, request.strategy.table, request.mesh, price.local.values)
+    rest = rest_layout(x, request.table, request.mesh, price.local.values)
     message = tidy(price.local.tensor(x, rest).elements * price.width(x.dtype))
     return {
         "strategy": request.strategy.name,

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from stage.passes.backward import Differentiated
-from stage.trace.lower import Concrete, Lowered, lower
+from stage.trace.concrete import Concrete
+from stage.trace.lower import Lowered, lower
 from stage.trace.parameters import Parameter, unit_parameters
+from stage.trace.queries import query_atoms
 from stage.trace.routing import Routing, variant_atoms
 
 __all__ = ["BlockKind"]
@@ -37,8 +39,10 @@ class BlockKind:
     def variants(self) -> tuple[str, ...]:
         """The atoms of the mesh over which devices do unequal work, in its order."""
         graphs, pairwise = (self.both.forward, self.both.backward), self.concrete.pairwise
-        found = [variant_atoms(graphs, routing, pairwise=pairwise) for routing in self.routings or (None,)]
-        return tuple(name for name in self.concrete.mesh.names if any(name in atoms for atoms in found))
+        found = set(query_atoms(graphs)) if self.concrete.consecutive else set()
+        for routing in self.routings or (None,):
+            found |= variant_atoms(graphs, routing, pairwise=pairwise)
+        return tuple(name for name in self.concrete.mesh.names if name in found)
 
     def templates(self, place: Mapping[str, int], row: int = 0) -> Lowered:
         """The templates on the devices at a place, under a row of the load; the same object for equal ones."""

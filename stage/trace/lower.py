@@ -4,72 +4,28 @@ Each device's sizes are the global ones divided by the degrees of the axes that 
 op are its record's formulas on those local sizes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stage.errors import LayoutError
 from stage.graph import Graph, Node
-from stage.layout import Layout
-from stage.mesh import Mesh
 from stage.ops import get_op
 from stage.ops.collective import is_collective
 from stage.ops.ring import EXCHANGE
 from stage.passes.backward import Differentiated
 from stage.passes.split import split_backward
-from stage.symbols import dtype_bytes, exact
-from stage.tensor import Dim, Tensor, resolve_dtypes
+from stage.symbols import exact
+from stage.tensor import Tensor, resolve_dtypes
+from stage.trace.concrete import Concrete
 from stage.trace.exchange import EXCHANGES, Moved
 from stage.trace.pairwise import pairwise_nodes, results_of
 from stage.trace.peer import Peer
-from stage.trace.routing import Routing, holds_tokens
+from stage.trace.queries import own_chunk
+from stage.trace.routing import holds_tokens
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
 __all__ = ["Concrete", "Lowered", "lower"]
-
-
-@dataclass(frozen=True)
-class Concrete:
-    """What turns symbols into numbers: sizes by name, the mesh, and what the dtypes `compute` and `gradient` are.
-
-    With a `routing` of tokens to experts the numbers are those of the device at a `place`, which needs the coordinates
-    over `variant_atoms` alone. With `pairwise` an all-to-all is made of messages.
-    """
-
-    sizes: Mapping[str, int]
-    mesh: Mesh
-    dtypes: Mapping[str, str]
-    routing: Routing | None = None
-    place: Mapping[str, int] = field(default_factory=dict)
-    pairwise: bool = False
-
-    def width(self, dtype: str) -> int:
-        """Bytes an element."""
-        return dtype_bytes(resolve_dtypes(dtype, self.dtypes))
-
-    def local(self, tensor: Tensor, layout: Layout, *, filled: bool = False) -> Tensor:
-        """The tensor with the sizes that one device holds of it; with `filled` without slots that hold no token."""
-        routed: dict[str, Any] = {}
-        if self.routing is not None:
-            routed = self.routing.local_sizes(tensor, layout, self.place, self.mesh, filled=filled)
-        dims = []
-        for dim, axes in zip(tensor.dims, layout.dims, strict=True):
-            if dim.name in routed:
-                dims.append(Dim(dim.name, routed[dim.name]))
-                continue
-            whole = exact(dim.size, self.sizes)
-            dims.append(Dim(dim.name, _integer(Fraction(whole, self.mesh.degree(axes)) if axes else whole)))
-        return replace(tensor, dims=tuple(dims))
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        """The tensor with the sizes that all devices together hold of it."""
-        return replace(tensor, dims=tuple(Dim(dim.name, exact(dim.size, self.sizes)) for dim in tensor.dims))
-
-
-def _integer(value: int | Fraction) -> int | Fraction:
-    """The value as an int where it is one; slots of an expert may be a fraction, whose products are whole again."""
-    return value.numerator if isinstance(value, Fraction) and value.denominator == 1 else value
 
 
 class _Lowering:
@@ -88,6 +44,7 @@ class _Lowering:
         self.local: dict[str, Tensor] = {}
         self.sources: dict[str, tuple[Ref, ...]] = {}
         self.nodes: list[TemplateNode] = []
+        self.nothing: set[str] = set()
 
     def tensor(self, name: str) -> Tensor:
         if name not in self.local:
@@ -104,9 +61,14 @@ class _Lowering:
 
     def run(self) -> list[TemplateNode]:
         for node in self.graph.nodes:
-            deps = tuple(dict.fromkeys(ref for name in node.inputs for ref in self.refs(name)))
-            made = self._lowered(node, deps)
-            kept = () if node.op == EXCHANGE else deps
+            if self._idle(node):
+                self.nothing.update(node.outputs)
+                continue
+            given = [name for name in node.inputs if name not in self.nothing]
+            deps = tuple(dict.fromkeys(ref for name in given for ref in self.refs(name)))
+            # nothing is added to a sum, or merged with a result: that is no work
+            made = self._lowered(node, deps) if len(given) == len(node.inputs) else []
+            kept = () if made and node.op == EXCHANGE else deps
             self.sources.update(dict.fromkeys(node.outputs, results_of(made, len(self.nodes), kept)))
             self.nodes += made
         return self.nodes
@@ -121,10 +83,17 @@ class _Lowering:
         runs = get_op(node.op).kernel and all(tensor.elements for tensor in tensors)
         return [self._compute(node, deps)] if runs else []
 
+    def _idle(self, node: Node) -> bool:
+        """Whether an op is a step of a ring in which this device meets no key."""
+        if "block" not in node.attrs:
+            return False
+        tensors = ([self.tensor(name) for name in names] for names in (node.inputs, node.outputs))
+        return not get_op(node.op).flops(self._attributes(node), *tensors)
+
     def _compute(self, node: Node, deps: tuple[Ref, ...]) -> TemplateNode:
         op = get_op(node.op)
         ins, outs = [self.tensor(n) for n in node.inputs], [self.tensor(n) for n in node.outputs]
-        attrs = {k: exact(v, self.concrete.sizes) if k == "window" else v for k, v in node.attrs.items()}
+        attrs = self._attributes(node)
         moved = op.bytes(attrs, ins, outs, self.concrete.width)
         credited = 0
         if op.model_flops and node.phase != "recompute":
@@ -142,6 +111,14 @@ class _Lowering:
             matmul=op.is_matmul,
             shapes=_shapes(ins, outs),
         )
+
+    def _attributes(self, node: Node) -> dict[str, Any]:
+        """The attributes of an op as numbers, and where they matter the queries of the device."""
+        concrete = self.concrete
+        attrs = {k: exact(v, concrete.sizes) if k == "window" else v for k, v in node.attrs.items()}
+        if concrete.consecutive:
+            attrs["chunk"] = own_chunk(self.graph, node, concrete.place, concrete.mesh)
+        return attrs
 
     def _filled(self, names: Iterable[str]) -> list[Tensor]:
         """Tensors without the slots that hold no token, by which a model is not credited."""

@@ -4,7 +4,7 @@ That is the stage of the pipeline, and where ranks of a stage do unequal work, t
 ranks with the same coordinates over these **class axes** are one class, whatever their other coordinates are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,7 +37,7 @@ class Partition:
     axes: tuple[str, ...]
 
     @staticmethod
-    def of(mesh: Mesh, variants: Sequence[str] = ()) -> "Partition":
+    def of(mesh: Mesh, variants: Collection[str] = ()) -> "Partition":
         """The classes of stages whose ranks differ by their coordinates over the atoms `variants`."""
         return Partition(mesh, tuple(name for name in mesh.names if name == STAGES or name in variants))
 
