@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from stage.errors import LayoutError
 from stage.layout import Layout
 from stage.mesh import Mesh
+from stage.passes.shard import UNORDERED
 from stage.tensor import Tensor
 from stage.trace.routing import Place, Routing, holds_tokens, place_index
 
@@ -27,9 +28,6 @@ Block = tuple[Sequence[str], Place]
 
 EXCHANGES = frozenset({"all_to_all", "permute"})
 """Steps of a reshard in which members send each other parts of their blocks."""
-
-UNORDERED = frozenset({"slots", "sources"})
-"""Dims whose shards are told apart by where they came from, not by their order."""
 
 
 @dataclass(frozen=True, slots=True)
