@@ -33,11 +33,20 @@ CASES: list[tuple[str, dict[str, int], dict[str, int]]] = [
 
 
 @pytest.mark.parametrize(("context", "mesh", "sizes"), CASES, ids=name_of)
-@pytest.mark.parametrize("strategy", ["megatron", "megatron_sp"])
-def test_blocks_compute_the_same(
-    strategy: str, context: str, mesh: dict[str, int], sizes: dict[str, int]
-) -> None:
-    compare("llama3-8b", strategy, mesh, context=context, sizes=sizes)
+def test_blocks_compute_the_same(context: str, mesh: dict[str, int], sizes: dict[str, int]) -> None:
+    compare("llama3-8b", "megatron_sp", mesh, context=context, sizes=sizes)
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
+@pytest.mark.parametrize("context", ["ring", "ulysses", "ring:2x2"])
+def test_under_other_strategies_as_well(strategy: str, context: str) -> None:
+    compare(
+        "llama3-8b",
+        strategy,
+        {"cp": 4} | ({"tp": 2} if strategy == "megatron" else {}),
+        context=context,
+        sizes=HEADS,
+    )
 
 
 FAMILIES = ("gpt3-125m", "qwen3-8b", "gpt-oss-20b", "deepseek-v3", "mixtral-8x7b")

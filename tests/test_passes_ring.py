@@ -11,6 +11,7 @@ from stage.passes.backward import Differentiated
 from stage.request import Request
 from stage.strategy import parse_strategy
 from stage.synthesis import job, sharded_block
+from stage.trace.peer import Peer
 from stage.trace.template import Template, TemplateNode
 from tests.small import name_of, request
 from tests.test_passes_legality import blocks, checker
@@ -132,6 +133,8 @@ def test_ring(n: int, tp: int) -> None:
     keys, gradients = ("send", ("cp",), "bf16", block), ("send", ("cp",), "fp32", 2 * block)
     assert exchanged(one, "forward") == [keys] * (n - 1)
     assert exchanged(one, "backward") == [keys, gradients] * (n - 1) + [gradients]
+    ends = {(node.kind, node.peer) for node in nodes(one, "backward") if node.peer is not None}
+    assert ends == {("send", Peer(("cp",), 1)), ("recv", Peer(("cp",), -1))}
 
 
 @pytest.mark.parametrize(("n", "tp"), [(2, 1), (4, 1), (2, 2)])
