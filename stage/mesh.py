@@ -117,14 +117,10 @@ class Mesh:
         return dict(reversed(result.items()))
 
     def index(self, names: Iterable[str] | str, coordinates: Mapping[str, int]) -> int:
-        """The number of a place along the named axes and atoms, flattened with the last one varying fastest.
-
-        >>> build_mesh(dp=2, tp=4).index(["dp", "tp"], {"dp": 1, "tp": 2})
-        6
-        """
-        index = 0
+        """The number of a place along the named axes and atoms, the last one varying fastest."""
+        index, degrees = 0, dict(self.atoms)
         for atom in self.expand(names):
-            index = index * self.degree(atom) + coordinates[atom]
+            index = index * degrees[atom] + coordinates[atom]
         return index
 
     def stride(self, atom: str) -> int:
@@ -153,11 +149,8 @@ class Mesh:
         >>> build_mesh(dp=2, tp=2).group_index(["dp"], 3)
         1
         """
-        used, here, row = set(self.expand(names)), self.coordinates(rank), 0
-        for atom, degree in self.atoms:
-            if atom not in used:
-                row = row * degree + here[atom]
-        return row
+        used = self.expand(names)
+        return self.index((atom for atom in self.names if atom not in used), self.coordinates(rank))
 
 
 @lru_cache(maxsize=4096)

@@ -74,9 +74,7 @@ class Strategy:
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
     context: str = "all_gather"  # how attention meets keys of other cp ranks; `stage.context` has the forms
-    context_balance: str = (
-        "zigzag"  # parts of a sequence under a causal mask: of equal work, or "none", consecutive
-    )
+    context_balance: str = "zigzag"  # parts of a sequence that have equal causal work, or "none": consecutive
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
     expert_load: str = BALANCED  # tokens of the experts: balanced, zipf:EXPONENT, or a file of histograms
     seed: int | None = None  # which experts a drawn load makes popular; None is 0
