@@ -18,6 +18,7 @@ from typing import Any
 
 from stage.context import Context, parse_context
 from stage.errors import StrategyError
+from stage.load_option import BALANCED, check_expert_load
 
 __all__ = ["AXES", "DIMS", "MESH", "RECOMPUTE", "SCHEDULES", "Strategy", "parse_strategy"]
 
@@ -37,6 +38,8 @@ DIMS = (
 )
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 RECOMPUTE = ("none", "full", "selective")
+ALLTOALL = ("collective", "p2p")
+LARGEST_FACTOR = 1_000_000
 CONTEXT_BALANCES = ("zigzag", "none")
 ARCHITECTURES = ("dense", "moe")
 
@@ -73,6 +76,11 @@ class Strategy:
     context: str = "all_gather"  # how attention meets keys of other cp ranks; `stage.context` has the forms
     context_balance: str = "zigzag"  # parts of a sequence that have equal causal work, or "none": consecutive
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
+    expert_load: str = BALANCED  # tokens of the experts: balanced, zipf:EXPONENT, or a file of histograms
+    seed: int | None = None  # which experts a drawn load makes popular; None is 0
+    capacity_factor: float | None = None  # an expert drops what exceeds so many times its balanced share
+    pad_to_capacity: bool = False  # every expert computes its capacity, whatever it got
+    alltoall: str = "collective"  # or "p2p": its pairwise sends and receives
     default_for: tuple[str, ...] = ()  # architectures that take this strategy when none is named
 
     def __post_init__(self) -> None:
@@ -162,6 +170,12 @@ def _integer(low: int, high: int | None = None) -> Callable[[object, str], int]:
     return check
 
 
+def _factor(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_FACTOR:
+        raise StrategyError(f"{where} is {value!r}; a number above 0 and up to {LARGEST_FACTOR} is expected")
+    return float(value)
+
+
 def _reshard(value: object, where: str) -> bool | int:
     return (
         value
@@ -239,5 +253,10 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "context_balance": _choice(CONTEXT_BALANCES),
     "bucket_first_stage": _flag,
     "fuse": _flag,
+    "expert_load": check_expert_load,
+    "seed": _integer(0, (1 << 63) - 1),
+    "capacity_factor": _factor,
+    "pad_to_capacity": _flag,
+    "alltoall": _choice(ALLTOALL),
     "default_for": _names(ARCHITECTURES, "architecture"),
 }
