@@ -17,8 +17,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from stage.errors import StrategyError
+from stage.recomputation import Recomputation, parse_recomputation
 
-__all__ = ["AXES", "DIMS", "MESH", "RECOMPUTE", "SCHEDULES", "Strategy", "parse_strategy"]
+__all__ = ["AXES", "DIMS", "MESH", "SCHEDULES", "Strategy", "parse_strategy"]
 
 MESH = ("pp", "dp", "cp", "tp")
 AXES = ("dp", "cp", "tp", "edp", "ep", "etp")
@@ -35,7 +36,6 @@ DIMS = (
     "seq",
 )
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
-RECOMPUTE = ("none", "full", "selective")
 ARCHITECTURES = ("dense", "moe")
 
 
@@ -58,7 +58,7 @@ class Strategy:
     mesh: tuple[str, ...] = MESH
     schedule: str = "1f1b"
     vpp: int | None = None  # virtual stages a rank; None is the least that the schedule can have
-    recompute: str = "none"
+    recompute: Recomputation = parse_recomputation("none")
     zero: int = 0  # sharded over data parallel ranks: 1 optimizer states, 2 also gradients, 3 also parameters
     regather: tuple[str, ...] = ()  # axes whose gathered inputs are gathered again in backward, not kept
     overlap_grad: bool = False  # a bucket's gradients are reduced as soon as they are complete
@@ -153,6 +153,13 @@ def _reshard(value: object, where: str) -> bool | int:
     )
 
 
+def _recompute(value: object, where: str) -> Recomputation:
+    try:
+        return value if isinstance(value, Recomputation) else parse_recomputation(_text(value, where))
+    except StrategyError as err:
+        raise StrategyError(f"{where.removesuffix('recompute')}{err}") from None
+
+
 def _choice(known: tuple[str, ...]) -> Callable[[object, str], str]:
     def check(value: object, where: str) -> str:
         if not isinstance(value, str) or value not in known:
@@ -211,7 +218,7 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "shard": _shard,
     "schedule": _choice(SCHEDULES),
     "vpp": _integer(1),
-    "recompute": _choice(RECOMPUTE),
+    "recompute": _recompute,
     "zero": _integer(0, 3),
     "regather": _names(AXES, "axis"),
     "overlap_grad": _flag,
