@@ -50,7 +50,7 @@ bench: $(READY)
 	@$(BIN)/python -m benchmarks.speed
 
 lint: $(READY)
-	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
 
 typecheck: $(READY)
 	@$(BIN)/mypy --no-error-summary

@@ -116,6 +116,12 @@ def _check_heads(model: Model, tp: int) -> None:
         )
 
 
+def _check_dp_shard(dp_shard: int | None, dp: int) -> None:
+    """An inner size that was asked for, not only named by a strategy for whatever dp there is, must fit."""
+    if dp_shard is not None and dp % dp_shard:
+        raise MeshError(f"dp_shard = {dp_shard} does not divide dp = {dp}; choose one that divides it")
+
+
 def _one_of(name: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
         raise StrategyError(f"{name} is {value!r}; choose one of {', '.join(known)}")
@@ -143,14 +149,9 @@ def resolve_request(
     cp: int = 1,
     ep: int = 1,
     etp: int = 1,
-    vpp: int | None = None,
-    dp_shard: int | None = None,
     batch: int | None = None,
     micro_batch: int = 1,
     seq: int | None = None,
-    schedule: str | None = None,
-    zero: int | None = None,
-    recompute: str | None = None,
     stage_layers: Sequence[int] | None = None,
     grad_reduce: str = "step",
     dtype: str = "bf16",
@@ -163,36 +164,26 @@ def resolve_request(
     attention: str = "fused",
     mask: str = "causal",
     mtp: bool = False,
-    bucket_size: int | None = None,
     placement: Sequence[int] | None = None,
+    **changes: object,
 ) -> Request:
-    """The job that these options ask for; a `StageError` in one line for what is wrong with them."""
+    """The job that these options ask for; a `StageError` in one line for what is wrong with them.
+
+    `changes` are keys of a strategy (`schedule`, `zero`, `recompute` ...) that replace its own, where not None.
+    """
     options = Options(
         _one_of("attention", attention, ("fused", "unfused")),
         _one_of("mask", mask, ("causal", "full")),
         dropout,
     )
     built, origin = build_model(model, sizes, options=options, mtp=mtp)
-    chosen = _strategy(
-        strategy,
-        built,
-        {
-            "schedule": schedule,
-            "vpp": vpp,
-            "zero": zero,
-            "recompute": recompute,
-            "bucket_size": bucket_size,
-            "dp_shard": dp_shard,
-        },
-    )
+    chosen = _strategy(strategy, built, changes)
     degrees = resolve_degrees({"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp}, gpus)
     chosen.check_degrees(degrees)
     _check_experts(built, degrees)
     _check_heads(built, degrees["tp"])
-    if dp_shard is not None and (dp_shard > degrees["dp"] or degrees["dp"] % dp_shard):
-        raise MeshError(
-            f"dp_shard = {dp_shard} does not divide dp = {degrees['dp']}; choose one that divides it"
-        )
+    if changes.get("dp_shard") is not None:
+        _check_dp_shard(chosen.dp_shard, degrees["dp"])
     values = built.values
     mesh = build_mesh(
         **degrees, dp_shard=_shard_degree(chosen, degrees["dp"]), kv_heads=values.get("kv_heads")

@@ -113,8 +113,19 @@ class Executor:
         whole = collect(self.values[name], self.layout(graph, name), self.mesh)
         if name in self.slots:
             layout = self.layout(graph, name)
-            order = np.argsort(collect(self.slots[name], replace(layout, dims=layout.dims[:2], pending=frozenset(),
-                invariant=layout.invariant | layout.pending), self.mesh), axis=1)
+            order = np.argsort(
+                collect(
+                    self.slots[name],
+                    replace(
+                        layout,
+                        dims=layout.dims[:2],
+                        pending=frozenset(),
+                        invariant=layout.invariant | layout.pending,
+                    ),
+                    self.mesh,
+                ),
+                axis=1,
+            )
             whole = np.take_along_axis(whole, order.reshape((*order.shape, *(1,) * (whole.ndim - 2))), axis=1)
         return whole
 
@@ -136,21 +147,27 @@ class Executor:
             moved = all(dim < 2 for dim in touched)
             found = oracle.run(self.slots[source], same, self.mesh)[0] if moved else self.slots[source]
             # a pad adds zeros for slots of other devices, in the order of the tensor whose cotangent it makes
-            self.slots[result] = self.slots.get(result.removeprefix("d."), found) if node.op == "pad" else found
+            self.slots[result] = (
+                self.slots.get(result.removeprefix("d."), found) if node.op == "pad" else found
+            )
 
     def _local(self, graph: Graph, name: str, names: Any, here: Mapping[str, int], value: Any) -> Local:
         tensor, layout = graph.tensors[name], self.layout(graph, name)
         shape = self.shape(tensor)
         begin = starts(shape, layout, self.mesh, here)
         own = Local(names, tensor.dim_names, begin, local_shape(shape, layout, self.mesh))
-        assert value is None or value.shape == own.shape, f"{name} is {value.shape}, its layout says {own.shape}"
+        assert value is None or value.shape == own.shape, (
+            f"{name} is {value.shape}, its layout says {own.shape}"
+        )
         return own if value is None else replace(own, value=value)
 
     def _compute(self, graph: Graph, node: Node) -> None:
         factors = get_op(node.op).factors(node.attrs, graph.operands(node), graph.results(node))
         names = [
             tuple(factor or dim for factor, dim in zip(row, graph.tensors[name].dim_names, strict=True))
-            for name, row in zip((*node.inputs, *node.outputs), (*factors.operands, *factors.results), strict=True)
+            for name, row in zip(
+                (*node.inputs, *node.outputs), (*factors.operands, *factors.results), strict=True
+            )
         ]
         grid = tuple(degree for _, degree in self.mesh.atoms)
         values, slots = self._aligned(node)
@@ -159,7 +176,9 @@ class Executor:
         for at in np.ndindex(grid):
             here = dict(zip(self.mesh.names, at, strict=True))
             ends = zip((*node.inputs, *node.outputs), names, strict=True)
-            local = [self._local(graph, x, row, here, values[x][at] if x in values else None) for x, row in ends]
+            local = [
+                self._local(graph, x, row, here, values[x][at] if x in values else None) for x, row in ends
+            ]
             operands, results = local[: len(node.inputs)], local[len(node.inputs) :]
             own = None if slots is None else slots[at]
             call = Call(node.op, node.phase, node.attrs, operands, results, self.sizes, own)
@@ -172,7 +191,11 @@ class Executor:
             self.values[name] = np.stack([parts[i] for parts in found]).reshape((*grid, *found[0][i].shape))
             if "slots" in graph.tensors[name].dim_names:
                 order = np.stack(fresh).reshape((*grid, *fresh[0].shape)) if fresh else slots
-                saved = {x.removesuffix(".again").removesuffix(".recomputed"): x for x in node.inputs if x in self.slots}
+                saved = {
+                    x.removesuffix(".again").removesuffix(".recomputed"): x
+                    for x in node.inputs
+                    if x in self.slots
+                }
                 primal = saved.get(name.removeprefix("d."))
                 self.slots[name] = order if primal is None else self.slots[primal]
                 self.values[name] = reordered(self.values[name], order, self.slots[name])
@@ -192,7 +215,9 @@ def reordered(value: Floats, have: Floats, want: Floats) -> Floats:
         return value
     back = np.argsort(np.argsort(want, axis=-1), axis=-1)
     order = np.take_along_axis(np.argsort(have, axis=-1), back, axis=-1)
-    assert np.array_equal(np.take_along_axis(have, order, axis=-1), want), "slots of different tokens are joined"
+    assert np.array_equal(np.take_along_axis(have, order, axis=-1), want), (
+        "slots of different tokens are joined"
+    )
     wide = order.reshape((*order.shape, *(1,) * (value.ndim - order.ndim)))
     return np.take_along_axis(value, wide, axis=order.ndim - 1)
 

@@ -156,7 +156,9 @@ def unpermute_tokens(call: "Call") -> list[Floats]:
     y, chosen = call.values
     assert call.slots is not None
     expected = token_ids(call)
-    assert sorted(call.slots.ravel()) == sorted(expected.ravel()), "slots came back to another device than they left"
+    assert sorted(call.slots.ravel()) == sorted(expected.ravel()), (
+        "slots came back to another device than they left"
+    )
     rows = y.reshape((-1, *y.shape[2:]))[np.argsort(call.slots.ravel())]
     each = rows[np.argsort(np.argsort(expected.ravel()))].reshape((*expected.shape, *y.shape[2:]))
     for expert in range(y.shape[0]):
@@ -171,7 +173,24 @@ def sort_by_expert(call: "Call") -> list[Floats]:
 KERNELS: dict[str, Callable[["Call"], list[Floats]]] = {
     f.__name__: f
     for f in (
-        *(embedding, embedding_backward, logits_max, target_logit, sum_exp, loss, loss_backward, softmax_backward),
-        *(target_backward, route, route_backward, count_tokens, permute_tokens, unpermute_tokens, sort_by_expert),
+        *(
+            embedding,
+            embedding_backward,
+            logits_max,
+            target_logit,
+            sum_exp,
+            loss,
+            loss_backward,
+            softmax_backward,
+        ),
+        *(
+            target_backward,
+            route,
+            route_backward,
+            count_tokens,
+            permute_tokens,
+            unpermute_tokens,
+            sort_by_expert,
+        ),
     )
 }

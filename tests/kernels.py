@@ -78,7 +78,9 @@ def einsum(a: Local, b: Local, result: Local) -> Floats:
             size[name] = max(n, size.get(name, 0))
     for x in (a, b, result):
         for name, dim, n in zip(x.names, x.dims, x.shape, strict=True):
-            assert name != dim or n == size[name], f"{dim} of {x.dims} is {n} where another operand has {size[name]}"
+            assert name != dim or n == size[name], (
+                f"{dim} of {x.dims} is {n} where another operand has {size[name]}"
+            )
     letter = dict(zip(size, "abcdefghijklm", strict=False))
     terms = ["".join(letter[name] for name in x.names) for x in (a, b, result)]
     wide = [_repeated(x, size) for x in (a, b)]
@@ -160,7 +162,9 @@ def norm_backward(call: Call) -> list[Floats]:
     g = dy.value * aligned(w.value, w.names, x.names)
     centre = 0 if call.attrs["kind"] == "rms" else g.mean(axis, keepdims=True)
     dx = scale * (g - centre - hat * (g * hat).mean(axis, keepdims=True))
-    return [dx, *(reduced(part, x.names, w.names) for part in (dy.value * hat, dy.value))][: len(call.results)]
+    return [dx, *(reduced(part, x.names, w.names) for part in (dy.value * hat, dy.value))][
+        : len(call.results)
+    ]
 
 
 def rope(call: Call) -> list[Floats]:
@@ -278,7 +282,16 @@ def join(call: Call) -> list[Floats]:
 KERNELS: Mapping[str, Callable[[Call], list[Floats]]] = {
     f.__name__: f
     for f in (
-        *(contract, contract_group, contract_group_dgrad, contract_group_wgrad, norm, norm_backward, rope, join),
+        *(
+            contract,
+            contract_group,
+            contract_group_dgrad,
+            contract_group_wgrad,
+            norm,
+            norm_backward,
+            rope,
+            join,
+        ),
         *(attention, attention_backward, attention_softmax, attention_softmax_backward, pointwise, split),
         *(pointwise_backward, add, reduce, dropout, dropout_backward),
     )

@@ -32,7 +32,15 @@ class Term:
 
 LINEAR_IN_FIRST = frozenset(
     {
-        *("rope", "reduce", "split", "split_backward", "norm_backward", "attention_backward", "dropout_backward"),
+        *(
+            "rope",
+            "reduce",
+            "split",
+            "split_backward",
+            "norm_backward",
+            "attention_backward",
+            "dropout_backward",
+        ),
         *("attention_softmax_backward", "pointwise_backward", "embedding_backward", "loss_backward"),
         *("softmax_backward", "target_backward", "route_backward", "permute_tokens", "unpermute_tokens"),
     }
@@ -100,12 +108,15 @@ class Checker:
         for term in terms(node):
             used = (*term.operands, *(n + i for i in term.results))
             refined = {
-                i: self._refined(graph, names[i], rows[i], [(names[j], rows[j]) for j in used if j != i]) for i in used
+                i: self._refined(graph, names[i], rows[i], [(names[j], rows[j]) for j in used if j != i])
+                for i in used
             }
             for i in term.results:
                 yield from self._term(node, term, refined, n + i, op.reduction)
 
-    def _term(self, node: Node, term: Term, refined: dict[int, Refined], result: int, reduction: str) -> Iterator[str]:
+    def _term(
+        self, node: Node, term: Term, refined: dict[int, Refined], result: int, reduction: str
+    ) -> Iterator[str]:
         names, expected = refined[result]
         operands = [refined[i] for i in term.operands]
         pending = {i for i in term.operands if refined[i][1].pending}
@@ -119,8 +130,13 @@ class Checker:
             operands.append((fresh, Layout(dims, invariant=held)))
         try:
             found = local_result(
-                operands, names, self.mesh.names, linear=bool(term.linear), additive=term.additive,
-                reduction=reduction, where=node.op,
+                operands,
+                names,
+                self.mesh.names,
+                linear=bool(term.linear),
+                additive=term.additive,
+                reduction=reduction,
+                where=node.op,
             )
         except LayoutError as error:
             yield str(error)
@@ -136,13 +152,19 @@ class Checker:
         factors: list[str | None] = []
         dims: list[tuple[str, ...]] = []
         for i, (factor, atoms) in enumerate(zip(row, layout.dims, strict=True)):
-            parts = self._parts(tensor, i, factor, atoms, [(graph.tensors[x], graph.layouts[x], r) for x, r in others])
+            parts = self._parts(
+                tensor, i, factor, atoms, [(graph.tensors[x], graph.layouts[x], r) for x, r in others]
+            )
             factors += [part for part, _ in parts]
             dims += [own for _, own in parts]
         return tuple(factors), replace(layout, dims=tuple(dims))
 
     def _parts(
-        self, tensor: Tensor, dim: int, factor: object, atoms: tuple[str, ...],
+        self,
+        tensor: Tensor,
+        dim: int,
+        factor: object,
+        atoms: tuple[str, ...],
         others: Sequence[tuple[Tensor, Layout, Sequence[object]]],
     ) -> list[tuple[str | None, tuple[str, ...]]]:
         if isinstance(factor, tuple):
@@ -154,13 +176,25 @@ class Checker:
                 for atom in own
             }
             split = [(part, tuple(a for a in atoms if where.get(a) == part)) for part in factor]
-            assert sum(len(own) for _, own in split) == len(atoms), f"{tensor.name}: {atoms} shard no token dim"
+            assert sum(len(own) for _, own in split) == len(atoms), (
+                f"{tensor.name}: {atoms} shard no token dim"
+            )
             return list(split)
         assert factor is None or isinstance(factor, str)
-        blocks = [t for t, _, row in [*others, (tensor, None, ())] for d in t.dims if d.name in REPLICABLE and factor == "heads"]
+        blocks = [
+            t
+            for t, _, row in [*others, (tensor, None, ())]
+            for d in t.dims
+            if d.name in REPLICABLE and factor == "heads"
+        ]
         if factor != "heads" or not blocks:
             return [(factor, atoms)]
-        kv_heads = next(n for t in blocks for d, n in zip(t.dims, self.shapes.shape(t), strict=True) if d.name in REPLICABLE)
+        kv_heads = next(
+            n
+            for t in blocks
+            for d, n in zip(t.dims, self.shapes.shape(t), strict=True)
+            if d.name in REPLICABLE
+        )
         shared = len(atoms)
         while kv_heads % self.mesh.degree(atoms[:shared]):
             shared -= 1

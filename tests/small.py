@@ -9,7 +9,13 @@ from stage.strategy import Strategy
 COMMON = {"layers": 2, "d_model": 32, "heads": 4, "head_dim": 8, "vocab": 64, "seq": 16}
 DENSE = COMMON | {"d_ff": 64, "kv_heads": 2}
 SPARSE = COMMON | {"expert_d_ff": 64, "kv_heads": 2, "experts": 4, "top_k": 2}
-LATENT = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 
 MODELS: dict[str, dict[str, int]] = {
     "gpt3-125m": DENSE | {"kv_heads": 4, "positions": 16},

@@ -64,8 +64,9 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
     )
     assert main(line.split()) == 0
     (model, options), (where, writing) = recorder.calls
-    assert model == ("llama3-8b", "fsdp")
+    assert model == ("llama3-8b",)
     assert options == {
+        "strategy": "fsdp",
         "gpus": 8,
         "dp": 2,
         "tp": 2,
@@ -110,7 +111,7 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
 def test_synth_leaves_what_is_not_given_to_the_strategy(recorder: Recorder, tmp_path: Path) -> None:
     assert main(["synth", "m", "--out", str(tmp_path)]) == 0
     (model, options), (_, writing) = recorder.calls
-    assert model == ("m", None)
+    assert model == ("m",)
     given = {key: value for key, value in options.items() if value is not None}
     assert given == {
         **dict.fromkeys(("tp", "pp", "cp", "ep", "etp", "micro_batch", "steps"), 1),

@@ -127,7 +127,9 @@ def test_recomputed_and_unfused_work_is_added_exactly(model: str, attention: str
 
 def test_a_fused_backward_executes_two_and_a_half_times_its_forward() -> None:
     traces = TraceSet.of(job(request("llama3-8b", "megatron_sp", tp=2, dp=2)))
-    work = {op: sum(int(str(n.get("num_ops"))) for n in traces.nodes(0) if n.get("op") == op) for op in MATMULS}
+    work = {
+        op: sum(int(str(n.get("num_ops"))) for n in traces.nodes(0) if n.get("op") == op) for op in MATMULS
+    }
     assert 2 * work["attention_backward"] == 5 * work["attention"] > 0
 
 
@@ -186,7 +188,9 @@ PARAMETER_CASES = [
 
 
 @pytest.mark.parametrize(("model", "strategy", "mesh"), PARAMETER_CASES, ids=name_of)
-def test_parameters_of_all_ranks_without_copies_are_the_models(model: str, strategy: str, mesh: dict[str, int]) -> None:
+def test_parameters_of_all_ranks_without_copies_are_the_models(
+    model: str, strategy: str, mesh: dict[str, int]
+) -> None:
     asked = request(model, strategy, **mesh, batch=8)
     total = 0
     for block in asked.model.blocks:
@@ -214,7 +218,10 @@ def updated(job_: Request) -> int:
     traces = TraceSet.of(job(job_))
     per_class = traces.classes.ranks_per_class
     work = sum(
-        int(str(n.get("num_ops"))) for c in range(traces.classes.count) for n in traces.nodes(c * per_class) if n.get("op") == "adam"
+        int(str(n.get("num_ops")))
+        for c in range(traces.classes.count)
+        for n in traces.nodes(c * per_class)
+        if n.get("op") == "adam"
     )
     assert work % ADAM_FLOPS == 0
     return work // ADAM_FLOPS * per_class
@@ -235,7 +242,9 @@ def test_optimizer_states_are_sharded_as_the_strategy_says(model: str) -> None:
     assert 0 <= updated(zero) - elements(zero)[0] < 64 * count + 128 * 4
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 2, "ep": 2}, {"dp": 4, "ep": 2}], ids=name_of)
+@pytest.mark.parametrize(
+    "mesh", [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 2, "ep": 2}, {"dp": 4, "ep": 2}], ids=name_of
+)
 def test_every_device_updates_what_it_holds_without_a_sharded_optimizer(mesh: dict[str, int]) -> None:
     asked = request("mixtral-8x7b", "megatron", **mesh, batch=8)
     held = 0

@@ -20,7 +20,9 @@ from tests.small import request
 D, FF, HEADS, HEAD_DIM, VOCAB, SEQ = 32, 64, 4, 8, 64, 16
 
 
-def nodes(rank: int = 0, model: str = "llama3-8b", strategy: str = "megatron", **options: Any) -> list[TraceNode]:
+def nodes(
+    rank: int = 0, model: str = "llama3-8b", strategy: str = "megatron", **options: Any
+) -> list[TraceNode]:
     return list(TraceSet.of(job(request(model, strategy, **options))).nodes(rank))
 
 
@@ -68,7 +70,9 @@ def test_gradients_are_reduced_once_a_step() -> None:
     for found in (few, many):
         assert len([n for n in found if n.get("comm_type") == 0 and "bucket" in n.name]) == 1
     each = nodes(strategy="ddp", dp=2, batch=16, bucket_size=0, grad_reduce="microbatch")
-    assert len([n for n in each if n.get("comm_type") == 0 and "bucket" in n.name]) == 8, "only where asked for"
+    assert len([n for n in each if n.get("comm_type") == 0 and "bucket" in n.name]) == 8, (
+        "only where asked for"
+    )
 
 
 @pytest.mark.parametrize("stage_layers", [(2, 1), (1, 2), (3, 0), (0, 3)])
@@ -88,7 +92,9 @@ def test_the_degree_of_experts_multiplies_no_work() -> None:
     def core(**degrees: int) -> tuple[int, int]:
         found = nodes(model="mixtral-8x7b", strategy="megatron_moe", dp=4, **degrees)
         attention = sum(number(n, "num_ops") for n in found if n.get("op") == "attention")
-        return attention, sum(number(n, "num_ops") for n in found if ".experts." in n.name and n.get("op") != "pointwise")
+        return attention, sum(
+            number(n, "num_ops") for n in found if ".experts." in n.name and n.get("op") != "pointwise"
+        )
 
     assert core() == core(ep=2) == core(ep=4)
 

@@ -32,7 +32,9 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "stage_layers": st.sampled_from([None, None, (1, 1), (0, 2), (2, 0), (2,), (3, -1), ()]),
     "vocab_multiple": st.sampled_from([None, 1, 8, 0]),
     "sizes": st.dictionaries(
-        st.sampled_from(["layers", "experts", "top_k", "heads", "kv_heads", "vocab", "d_ff", "window", "positions"]),
+        st.sampled_from(
+            ["layers", "experts", "top_k", "heads", "kv_heads", "vocab", "d_ff", "window", "positions"]
+        ),
         st.integers(-1, 9),
         max_size=1,
     ),
@@ -48,7 +50,9 @@ def draws(names: tuple[str, ...]) -> st.SearchStrategy[dict[str, Any]]:
 @given(
     model=st.sampled_from(sorted(MODELS)),
     strategy=st.sampled_from([*STRATEGIES, "megatron_sp", "megatron_moe"]),
-    degrees=st.fixed_dictionaries({}, optional=dict.fromkeys(("pp", "dp", "cp", "tp", "ep", "etp", "dp_shard"), DEGREES)),
+    degrees=st.fixed_dictionaries(
+        {}, optional=dict.fromkeys(("pp", "dp", "cp", "tp", "ep", "etp", "dp_shard"), DEGREES)
+    ),
     options=draws(tuple(OPTIONS)) | st.just({}),
 )
 def test_a_job_verifies_or_is_refused_in_one_line(
@@ -81,7 +85,12 @@ REFUSED: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = [
     ("llama3-8b", "megatron", {"ep": 2, "dp": 2}, ("ep = 2",)),
     ("mixtral-8x7b", "megatron", {"dp": 8, "ep": 8}, ("experts = 4", "ep = 8")),
     ("mixtral-8x7b", "megatron", {"dp": 2, "ep": 4}, ("ep",)),
-    ("mixtral-8x7b", "megatron", {"tp": 4, "ep": 2, "seq": 1, "sizes": {"top_k": 1}}, ("moe.permute_probs", "1/4")),
+    (
+        "mixtral-8x7b",
+        "megatron",
+        {"tp": 4, "ep": 2, "seq": 1, "sizes": {"top_k": 1}},
+        ("moe.permute_probs", "1/4"),
+    ),
     ("llama3-8b", "megatron", {"sizes": {"d_modle": 64}}, ("d_modle", "d_model")),
     ("llama3-8b", "megatron", {"vpp": 2}, ("vpp = 2",)),
     ("llama3-8b", "megatron", {"dtype": "bf17"}, ("bf17", "bf16")),

@@ -30,7 +30,9 @@ def draw(graph: Graph, sizes: Mapping[str, int]) -> dict[str, Floats]:
     for name in (*graph.inputs, *(t.name for t in graph.parameters)):
         tensor = graph.tensors[name]
         shape = shapes.shape(tensor)
-        found[name] = rng.integers(0, sizes["vocab"], shape) if tensor.role == "index" else rng.normal(0, 0.5, shape)
+        found[name] = (
+            rng.integers(0, sizes["vocab"], shape) if tensor.role == "index" else rng.normal(0, 0.5, shape)
+        )
     return found
 
 
@@ -65,14 +67,18 @@ def compare(model: str, strategy: str | Strategy, mesh: dict[str, int], **option
     return job
 
 
-def check_forward(block: Block, both: Differentiated, ahead: Executor, shard: Differentiated, on: Executor) -> None:
+def check_forward(
+    block: Block, both: Differentiated, ahead: Executor, shard: Differentiated, on: Executor
+) -> None:
     for name, tensor in both.forward.tensors.items():
         if name in ahead.values and tensor.role != "index":
             expected, found = ahead.get(both.forward, name), on.get(shard.forward, name)
             np.testing.assert_allclose(found, expected, 1e-6, 1e-9, err_msg=f"{block.kind}: {name}")
 
 
-def check_backward(block: Block, both: Differentiated, behind: Executor, shard: Differentiated, on: Executor) -> None:
+def check_backward(
+    block: Block, both: Differentiated, behind: Executor, shard: Differentiated, on: Executor
+) -> None:
     assert both.gradients.keys() == shard.gradients.keys() == {t.name for t in both.forward.parameters}
     pairs = [(name, shard.gradients[parameter]) for parameter, name in both.gradients.items()]
     for name, other in [*pairs, *zip(both.cotangents, shard.cotangents, strict=True)]:
@@ -82,7 +88,9 @@ def check_backward(block: Block, both: Differentiated, behind: Executor, shard: 
             np.testing.assert_allclose(found, expected, 1e-6, 1e-9, err_msg=f"{block.kind}: {name}")
 
 
-@pytest.mark.parametrize("options", [{}, {"attention": "unfused"}, {"dropout": True}, {"mask": "full"}], ids=name_of)
+@pytest.mark.parametrize(
+    "options", [{}, {"attention": "unfused"}, {"dropout": True}, {"mask": "full"}], ids=name_of
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_derivatives_are_those_of_finite_differences(model: str, options: dict[str, Any]) -> None:
     job = request(model, "ddp", batch=2, micro_batch=2, **options)
@@ -95,7 +103,9 @@ def test_derivatives_are_those_of_finite_differences(model: str, options: dict[s
                 assert both.forward.tensors[name].role == "index"
                 continue
             way = rng.normal(size=given[name].shape)
-            ends = [value(both.forward, sizes, given | {name: given[name] + s * way}, seed) for s in (step, -step)]
+            ends = [
+                value(both.forward, sizes, given | {name: given[name] + s * way}, seed) for s in (step, -step)
+            ]
             expected = (ends[0] - ends[1]) / (2 * step)
             assert (behind.values[cotangent] * way).sum() == pytest.approx(expected, rel=1e-5, abs=1e-5), name
 
@@ -129,9 +139,13 @@ DISTINCT = ("ddp", "megatron", "megatron_sp")
 
 
 @pytest.mark.parametrize(
-    ("model", "strategy", "mesh"), [c for c in CASES if c[0] in REPRESENTATIVE and c[1] in DISTINCT], ids=name_of
+    ("model", "strategy", "mesh"),
+    [c for c in CASES if c[0] in REPRESENTATIVE and c[1] in DISTINCT],
+    ids=name_of,
 )
-def test_sharded_blocks_compute_what_unsharded_ones_do(model: str, strategy: str, mesh: dict[str, int]) -> None:
+def test_sharded_blocks_compute_what_unsharded_ones_do(
+    model: str, strategy: str, mesh: dict[str, int]
+) -> None:
     compare(model, strategy, mesh)
 
 
@@ -157,7 +171,9 @@ def test_kv_heads_fewer_than_tp_are_replicated(strategy: str, options: dict[str,
         compare(model, strategy, {"tp": 4}, **options)
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 4, "ep": 2}, {"dp": 4, "ep": 2}, {"dp": 4, "tp": 2, "ep": 4}], ids=name_of)
+@pytest.mark.parametrize(
+    "mesh", [{"tp": 4, "ep": 2}, {"dp": 4, "ep": 2}, {"dp": 4, "tp": 2, "ep": 4}], ids=name_of
+)
 def test_a_table_without_slots_repeats_work_but_computes_the_same(mesh: dict[str, int]) -> None:
     table = load_strategy("megatron_moe")
     less = replace(table, shard=tuple(row for row in table.shard if row[0] != "slots"))

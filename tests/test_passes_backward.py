@@ -26,7 +26,9 @@ def text(pair: Differentiated) -> str:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_tiny_graphs_are_differentiated_as_written_down(name: str, golden: Callable[[str, str], None]) -> None:
+def test_tiny_graphs_are_differentiated_as_written_down(
+    name: str, golden: Callable[[str, str], None]
+) -> None:
     golden(f"backward/{name}.txt", text(both(name)))
 
 

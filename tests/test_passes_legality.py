@@ -19,7 +19,11 @@ from tests.executor import Executor
 from tests.legality import Checker
 from tests.small import CASES, name_of, request
 
-OPTIONS: list[dict[str, Any]] = [{}, {"recompute": "full", "attention": "unfused"}, {"recompute": "selective", "dropout": True}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"recompute": "full", "attention": "unfused"},
+    {"recompute": "selective", "dropout": True},
+]
 
 
 def checker(job: Request) -> Checker:
@@ -57,19 +61,26 @@ def without(graph: Graph, name: str) -> Graph:
     """The graph whose readers of a reshard read what it reshards."""
     node = next(n for n in graph.nodes if n.name == name)
     other = {node.outputs[0]: node.inputs[0]}
-    nodes = (replace(n, inputs=tuple(other.get(x, x) for x in n.inputs)) for n in graph.nodes if n.name != name)
+    nodes = (
+        replace(n, inputs=tuple(other.get(x, x) for x in n.inputs)) for n in graph.nodes if n.name != name
+    )
     return replace(graph, nodes=tuple(nodes))
 
 
 @cache
 def planted() -> list[tuple[Request, Graph, str]]:
     found = []
-    for model, strategy, mesh in (("qwen3-8b", "megatron", {"tp": 4}), ("mixtral-8x7b", "megatron_sp", {"dp": 2, "tp": 2, "ep": 2})):
+    for model, strategy, mesh in (
+        ("qwen3-8b", "megatron", {"tp": 4}),
+        ("mixtral-8x7b", "megatron_sp", {"dp": 2, "tp": 2, "ep": 2}),
+    ):
         job = request(model, strategy, **mesh)
         for _, both in blocks(job):
             for graph in (both.forward, both.backward):
                 readers = graph.consumers()
-                found += [(job, graph, n.name) for n in graph.nodes if "step" in n.attrs and n.outputs[0] in readers]
+                found += [
+                    (job, graph, n.name) for n in graph.nodes if "step" in n.attrs and n.outputs[0] in readers
+                ]
     return found
 
 
@@ -84,7 +95,9 @@ def test_the_check_notices_a_wrong_layout() -> None:
     for _, both in blocks(job):
         for name in (n.outputs[0] for n in both.forward.nodes):
             layout = both.forward.layouts[name]
-            wrong = Layout(layout.dims, frozenset(), frozenset()) if layout.invariant or layout.pending else None
+            wrong = (
+                Layout(layout.dims, frozenset(), frozenset()) if layout.invariant or layout.pending else None
+            )
             if wrong is not None:
                 changed = replace(both.forward, layouts={**both.forward.layouts, name: wrong})
                 assert list(checker(job).defects(changed)), f"{name} as {wrong} passes"

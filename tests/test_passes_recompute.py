@@ -38,7 +38,8 @@ def test_full_keeps_the_input_alone(model: str) -> None:
 @pytest.mark.parametrize("attention", ["fused", "unfused"])
 def test_selective_runs_the_core_again_and_keeps_less(model: str, attention: str) -> None:
     plain, less = (
-        layer(request(model, "megatron", tp=2, attention=attention, recompute=policy)) for policy in ("none", "selective")
+        layer(request(model, "megatron", tp=2, attention=attention, recompute=policy))
+        for policy in ("none", "selective")
     )
     again = [n.name for n in less.backward.nodes if n.phase == "recompute"]
     assert again

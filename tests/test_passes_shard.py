@@ -13,8 +13,23 @@ from stage.passes.shard import Table, rest_layout, shard
 from stage.synthesis import sharded_block
 from tests.small import request
 
-SIZES = {"batch": 2, "seq": 16, "d_model": 32, "d_ff": 64, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": 64}
-COLUMNS: Table = (("heads", ["tp"]), ("kv_heads", ["tp"]), ("d_ff", ["tp"]), ("vocab", ["tp"]), ("batch", ["dp"]))
+SIZES = {
+    "batch": 2,
+    "seq": 16,
+    "d_model": 32,
+    "d_ff": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "vocab": 64,
+}
+COLUMNS: Table = (
+    ("heads", ["tp"]),
+    ("kv_heads", ["tp"]),
+    ("d_ff", ["tp"]),
+    ("vocab", ["tp"]),
+    ("batch", ["dp"]),
+)
 TENSOR: Table = (*COLUMNS, ("seq", ["cp"]))
 SEQUENCE: Table = (*COLUMNS, ("seq", ["cp", "tp"]))
 
@@ -42,7 +57,9 @@ def embed() -> Graph:
 
 def head() -> Graph:
     b = Builder("head")
-    return b.graph(lm_head(b, b.input("x", "batch", "seq", "d_model"), b.input("labels", "batch", "seq", dtype="int64")))
+    return b.graph(
+        lm_head(b, b.input("x", "batch", "seq", "d_model"), b.input("labels", "batch", "seq", dtype="int64"))
+    )
 
 
 TINY = {
@@ -64,7 +81,9 @@ def test_tiny_graphs_are_sharded_as_written_down(name: str, golden: Callable[[st
     make, table, degrees = TINY[name]
     graph = make()
     mesh = build_mesh(**degrees, kv_heads=SIZES["kv_heads"])
-    golden(f"shard/{name}.txt", f"{format_graph(graph)}\n\n{format_graph(shard(graph, table, mesh, SIZES))}\n")
+    golden(
+        f"shard/{name}.txt", f"{format_graph(graph)}\n\n{format_graph(shard(graph, table, mesh, SIZES))}\n"
+    )
 
 
 LAYERS = {

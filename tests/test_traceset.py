@@ -42,8 +42,13 @@ def test_another_process_gives_the_same_bytes() -> None:
     )
     found = set()
     for seed in ("1", "2"):
-        environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join([str(Path(__file__).parents[1]), *sys.path])}
-        run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True, text=True)
+        environment = {
+            "PYTHONHASHSEED": seed,
+            "PYTHONPATH": ":".join([str(Path(__file__).parents[1]), *sys.path]),
+        }
+        run = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, check=True, text=True
+        )
         found.add(run.stdout)
     assert len(found) == 1
 
@@ -61,7 +66,11 @@ def test_a_rank_that_is_not_there_is_refused() -> None:
 
 
 def test_group_numbers_are_compact_and_the_formula_is_the_table() -> None:
-    for options in ({"pp": 2, "dp": 2, "tp": 2}, {"pp": 4, "dp": 2, "cp": 2}, {"dp": 2, "cp": 2, "tp": 2, "ep": 4}):
+    for options in (
+        {"pp": 2, "dp": 2, "tp": 2},
+        {"pp": 4, "dp": 2, "cp": 2},
+        {"dp": 2, "cp": 2, "tp": 2, "ep": 4},
+    ):
         model = "mixtral-8x7b" if "ep" in options else "gpt3-125m"
         made = traces(model, "megatron_moe", sizes={"layers": 4}, **options)
         groups = made.classes.groups
@@ -73,16 +82,28 @@ def test_group_numbers_are_compact_and_the_formula_is_the_table() -> None:
                     continue
                 (number,) = groups.numbers(axes, np.array([made.classes.position(rank)])).tolist()
                 assert rank in made.groups[str(number)], (axes, rank)
-        used = {str(n.get("pg_name")) for rank in made.ranks for n in made.nodes(rank) if n.type == NodeType.COMM_COLL}
-        assert used <= set(made.groups), "a stage that does not communicate over some axes has groups of them too"
+        used = {
+            str(n.get("pg_name"))
+            for rank in made.ranks
+            for n in made.nodes(rank)
+            if n.type == NodeType.COMM_COLL
+        }
+        assert used <= set(made.groups), (
+            "a stage that does not communicate over some axes has groups of them too"
+        )
         assert all(len(ranks) > 1 and len(set(ranks)) == len(ranks) for ranks in made.groups.values())
 
 
 def test_groups_of_a_placement_are_those_of_the_positions() -> None:
     placement = np.array([5, 3, 0, 7, 1, 6, 2, 4])
     mesh = request("llama3-8b", "megatron", pp=2, dp=2, tp=2).mesh
-    plain, moved = GroupTable(mesh, [("tp",), ("dp", "tp")]), GroupTable(mesh, [("tp",), ("dp", "tp")], placement)
-    assert moved.table() == {name: [int(placement[rank]) for rank in ranks] for name, ranks in plain.table().items()}
+    plain, moved = (
+        GroupTable(mesh, [("tp",), ("dp", "tp")]),
+        GroupTable(mesh, [("tp",), ("dp", "tp")], placement),
+    )
+    assert moved.table() == {
+        name: [int(placement[rank]) for rank in ranks] for name, ranks in plain.table().items()
+    }
 
 
 def test_a_placement_moves_ranks_and_changes_nothing_else() -> None:
@@ -91,7 +112,12 @@ def test_a_placement_moves_ranks_and_changes_nothing_else() -> None:
     assert verify(moved).ok
     for position, rank in enumerate(placement):
         for a, b in zip(plain.nodes(position), moved.nodes(rank), strict=True):
-            assert (a.id, a.name, a.data_deps, a.get("pg_name")) == (b.id, b.name, b.data_deps, b.get("pg_name"))
+            assert (a.id, a.name, a.data_deps, a.get("pg_name")) == (
+                b.id,
+                b.name,
+                b.data_deps,
+                b.get("pg_name"),
+            )
             for end in ("comm_src", "comm_dst"):
                 if a.get(end) is not None:
                     assert placement[int(str(a.get(end)))] == b.get(end)
@@ -147,7 +173,9 @@ def test_the_manifest_says_what_was_made(tmp_path: Path) -> None:
         assert entry["nodes"] == len(nodes)
         assert entry["num_ops"] == sum(int(str(n.get("num_ops", 0))) for n in nodes)
         assert sum(c["count"] for c in entry["communication"]) == sum(n.type != NodeType.COMP for n in nodes)
-        assert sum(c["bytes"] for c in entry["communication"]) == sum(int(str(n.get("comm_size", 0))) for n in nodes)
+        assert sum(c["bytes"] for c in entry["communication"]) == sum(
+            int(str(n.get("comm_size", 0))) for n in nodes
+        )
 
 
 def test_totals_count_what_the_model_is_credited_with() -> None:
@@ -159,7 +187,10 @@ def test_totals_count_what_the_model_is_credited_with() -> None:
     assert total == count_flops(asked.model, asked.batch, asked.seq).total
 
 
-OUTSIDE = [("llama3-8b", "megatron_sp", {"pp": 2, "tp": 2}), ("mixtral-8x7b", "megatron", {"dp": 2, "tp": 2, "ep": 4})]
+OUTSIDE = [
+    ("llama3-8b", "megatron_sp", {"pp": 2, "tp": 2}),
+    ("mixtral-8x7b", "megatron", {"dp": 2, "tp": 2, "ep": 4}),
+]
 
 
 @pytest.fixture(scope="module", params=OUTSIDE, ids=[case[0] for case in OUTSIDE])

@@ -1,0 +1,177 @@
+"""The options of a job, declared once for every command that makes one from a model and a strategy."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from stage.cli.options import Attention, Batch, Mask, Mtp, Seq, Sizes, StrategyName
+from stage.cli.parse import parse_sizes, parse_stage_layers, read_placement
+
+__all__ = ["JobOptions", "takes_job"]
+
+MESH, STEP = "Mesh", "Step"
+
+
+def _degree(flag: str, text: str) -> typer.models.OptionInfo:
+    info: typer.models.OptionInfo = typer.Option(flag, min=1, metavar="N", help=text, rich_help_panel=MESH)
+    return info
+
+
+Gpus = Annotated[int | None, _degree("--gpus", "All ranks; fills dp.")]
+Dp = Annotated[int | None, _degree("--dp", "Data parallel degree.")]
+Tp = Annotated[int, _degree("--tp", "Tensor parallel degree.")]
+Pp = Annotated[int, _degree("--pp", "Pipeline stages.")]
+Cp = Annotated[int, _degree("--cp", "Context parallel degree.")]
+Ep = Annotated[int, _degree("--ep", "Expert parallel degree, carved out of dp x cp x tp.")]
+Etp = Annotated[int, _degree("--etp", "Tensor parallel degree of the experts.")]
+Vpp = Annotated[
+    int | None, _degree("--vpp", "Virtual pipeline stages a rank; by default the schedule's least.")
+]
+DpShard = Annotated[int | None, _degree("--dp-shard", "Inner size of dp that shards (HSDP).")]
+Placement = Annotated[
+    Path | None,
+    typer.Option(
+        "--placement", metavar="FILE", help="The rank of each place of the mesh.", rich_help_panel=MESH
+    ),
+]
+MicroBatch = Annotated[
+    int,
+    typer.Option(
+        "--micro-batch", min=1, metavar="N", help="Sequences a microbatch, a rank.", rich_help_panel=STEP
+    ),
+]
+Schedule = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        metavar="NAME",
+        help="Pipeline schedule; 1f1b, gpipe, interleaved, looped-bfs, zb-h1, zb-v or dualpipe-v.",
+        rich_help_panel=STEP,
+    ),
+]
+Zero = Annotated[
+    int | None,
+    typer.Option(
+        "--zero", metavar="0|1|2|3", help="Shard optimizer, gradients, parameters.", rich_help_panel=STEP
+    ),
+]
+Recompute = Annotated[
+    str | None,
+    typer.Option(
+        "--recompute", metavar="none|full|selective", help="Activations computed again.", rich_help_panel=STEP
+    ),
+]
+StageLayers = Annotated[
+    str | None,
+    typer.Option("--stage-layers", metavar="7,8x14,7", help="Layers of each stage.", rich_help_panel=STEP),
+]
+GradReduce = Annotated[
+    Literal["step", "microbatch"],
+    typer.Option("--grad-reduce", help="How often gradients are reduced.", rich_help_panel=STEP),
+]
+BucketSize = Annotated[
+    int | None,
+    typer.Option(
+        "--bucket-size",
+        min=0,
+        metavar="N",
+        help="Elements of a gradient bucket; 0 is one bucket.",
+        rich_help_panel=STEP,
+    ),
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="Of parameters and activations.", rich_help_panel=STEP)]
+GradDtype = Annotated[str, typer.Option("--grad-dtype", help="Of gradients.", rich_help_panel=STEP)]
+Clip = Annotated[
+    bool, typer.Option("--clip/--no-clip", help="Reduce the norm of the gradients.", rich_help_panel=STEP)
+]
+Dropout = Annotated[bool, typer.Option("--dropout", help="Store dropout masks.", rich_help_panel=STEP)]
+VocabMultiple = Annotated[
+    int | None,
+    typer.Option(
+        "--vocab-multiple",
+        min=1,
+        metavar="N",
+        help="Pad vocab to a multiple; by default 128 tp.",
+        rich_help_panel=STEP,
+    ),
+]
+Steps = Annotated[
+    int, typer.Option("--steps", min=1, metavar="N", help="Training steps.", rich_help_panel=STEP)
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """What a job is made of beside its model: one field an option, in the order of the help."""
+
+    strategy: StrategyName = None
+    sizes: Sizes = None
+    batch: Batch = None
+    seq: Seq = None
+    mask: Mask = "causal"
+    attention: Attention = "fused"
+    mtp: Mtp = False
+    gpus: Gpus = None
+    dp: Dp = None
+    tp: Tp = 1
+    pp: Pp = 1
+    cp: Cp = 1
+    ep: Ep = 1
+    etp: Etp = 1
+    vpp: Vpp = None
+    dp_shard: DpShard = None
+    placement: Placement = None
+    micro_batch: MicroBatch = 1
+    schedule: Schedule = None
+    zero: Zero = None
+    recompute: Recompute = None
+    stage_layers: StageLayers = None
+    grad_reduce: GradReduce = "step"
+    bucket_size: BucketSize = None
+    dtype: Dtype = "bf16"
+    grad_dtype: GradDtype = "fp32"
+    clip: Clip = True
+    dropout: Dropout = False
+    vocab_multiple: VocabMultiple = None
+    steps: Steps = 1
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `stage.synthesize`: the texts among the options are parsed."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        layers, placement = self.stage_layers, self.placement
+        return given | {
+            "sizes": parse_sizes(self.sizes or []),
+            "stage_layers": None if layers is None else parse_stage_layers(layers),
+            "placement": None if placement is None else read_placement(placement),
+        }
+
+
+def takes_job(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of a job in place of its keyword parameter `job`."""
+    hints = get_type_hints(JobOptions, include_extras=True)
+    options = {
+        field.name: inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in fields(JobOptions)
+    }
+    own = inspect.signature(command, eval_str=True)
+    parameters = [
+        parameter
+        for name, kept in own.parameters.items()
+        for parameter in (options.values() if name == "job" else [kept])
+    ]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        job = JobOptions(**{name: given.pop(name) for name in options})
+        command(**given, job=job)
+
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
