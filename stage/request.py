@@ -14,6 +14,7 @@ from stage.mesh import Mesh, build_mesh
 from stage.model import Model, SizeValue
 from stage.pipeline.schedule import Pipeline
 from stage.pipeline.schedules import plan_pipeline
+from stage.recomputation import MODULES, Recomputation
 from stage.sizes import build_model
 from stage.strategy import Strategy
 
@@ -98,6 +99,19 @@ def _strategy(
     return strategy.replace(**options)
 
 
+def _check_recomputation(model: Model, policy: Recomputation) -> None:
+    """Modules to recompute must be in some layer."""
+    if not policy.modules:
+        return
+    nodes = [node for block in dict.fromkeys(model.layers) for node in model.graph(block).nodes]
+    known = [name for name, module in MODULES.items() if any(map(module.matches, nodes))]
+    for name in policy.modules:
+        if name not in known:
+            raise StrategyError(
+                f"recompute is '{policy}', but no layer of {model.name} has {name}; it has {', '.join(known)}"
+            )
+
+
 def _check_experts(model: Model, degrees: Mapping[str, int]) -> None:
     """Expert degrees need experts."""
     for axis in ("ep", "etp"):
@@ -180,6 +194,7 @@ def resolve_request(
     chosen = _strategy(strategy, built, changes)
     degrees = resolve_degrees({"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp}, gpus)
     chosen.check_degrees(degrees)
+    _check_recomputation(built, chosen.recompute)
     _check_experts(built, degrees)
     _check_heads(built, degrees["tp"])
     if changes.get("dp_shard") is not None:

@@ -61,16 +61,23 @@ class _Kind:
     parameters: tuple[Parameter, ...]
 
 
+Kinds = dict[tuple[Block, bool], _Kind]
+"""By the block, and whether it is recomputed."""
+
+
 def sharded_block(request: Request, block: Block) -> Differentiated:
-    """A block's forward and backward graphs on the request's mesh, with recomputation as asked."""
+    """A block's forward and backward graphs on the request's mesh; a layer's with recomputation as asked."""
+    both = differentiated_block(request, block)
+    return recompute(both, request.strategy.recompute) if block in request.model.layers else both
+
+
+def differentiated_block(request: Request, block: Block) -> Differentiated:
+    """A block's forward and backward graphs on the request's mesh, where nothing is recomputed."""
     mesh, strategy = request.mesh, request.strategy
     sizes = symbol_values(request)
     whole = request.model.graph(block)
     graph = shard(fuse(whole) if strategy.fuse else whole, strategy.shard, mesh, sizes)
-    both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
-    if strategy.recompute != "none" and block in request.model.layers:
-        both = recompute(both, strategy.recompute)
-    return both
+    return differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
 
 
 def symbol_values(request: Request) -> dict[str, int]:
@@ -96,9 +103,9 @@ def job(request: Request) -> Job:
     concrete = Concrete(
         symbol_values(request), mesh, {"compute": request.dtype, "gradient": request.grad_dtype}
     )
-    kinds = {block: _lowered(request, block, concrete) for block in dict.fromkeys(model.blocks)}
+    stages = cut(model, request.pipeline, request.stage_layers, request.strategy.recompute)
+    kinds = _kinds(request, stages, concrete)
     step = _step_plan(request, kinds, widths, concrete)
-    stages = cut(model, request.pipeline, request.stage_layers)
     programs = tuple(_program(rank, stages, kinds, step, request) for rank in range(request.pipeline.ranks))
     digits = NameStyle(
         len(str(len(model.layers) - 1)),
@@ -109,8 +116,18 @@ def job(request: Request) -> Job:
     return Job(mesh, programs, digits, describe(request, stages), placement)
 
 
-def _lowered(request: Request, block: Block, concrete: Concrete) -> _Kind:
-    both = sharded_block(request, block)
+def _kinds(request: Request, stages: list[list[Unit]], concrete: Concrete) -> Kinds:
+    """Each kind of block, lowered; one of which some layers are recomputed and some not is differentiated once."""
+    blocks = dict.fromkeys(request.model.blocks)
+    plain = {block: differentiated_block(request, block) for block in blocks}
+    kinds: Kinds = {}
+    for block, again in dict.fromkeys(unit.kind for units in stages for unit in units):
+        both = recompute(plain[block], request.strategy.recompute) if again else plain[block]
+        kinds[block, again] = _lowered(request, block, both, concrete)
+    return kinds
+
+
+def _lowered(request: Request, block: Block, both: Differentiated, concrete: Concrete) -> _Kind:
     own = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
     numbers = (*own, *request.pipeline.marks)
     split = get_schedule(request.strategy.schedule).splits
@@ -125,7 +142,7 @@ def _gathered(request: Request) -> bool:
 
 
 def _step_plan(
-    request: Request, kinds: Mapping[Block, _Kind], widths: Mapping[str, int], concrete: Concrete
+    request: Request, kinds: Kinds, widths: Mapping[str, int], concrete: Concrete
 ) -> StepPlan:
     model, strategy, mesh = request.model, request.strategy, request.mesh
     x = model.graph(model.layers[0]).tensors["x"]
@@ -160,7 +177,7 @@ def _step_plan(
     )
 
 
-def _shared(request: Request, kinds: Mapping[Block, _Kind]) -> list[Parameter]:
+def _shared(request: Request, kinds: Kinds) -> list[Parameter]:
     """Parameters that first and last block both have on different ranks.
 
     They are a tied token table, or that of a prediction module.
@@ -168,12 +185,12 @@ def _shared(request: Request, kinds: Mapping[Block, _Kind]) -> list[Parameter]:
     pipeline, model = request.pipeline, request.model
     if pipeline.place(0)[0] == pipeline.place(pipeline.stages - 1)[0]:
         return []
-    names = {p.name for p in kinds[model.head].parameters}
-    return [p for p in kinds[model.embedding].parameters if p.name in names]
+    names = {p.name for p in kinds[model.head, False].parameters}
+    return [p for p in kinds[model.embedding, False].parameters if p.name in names]
 
 
 def _program(
-    rank: int, stages: list[list[Unit]], kinds: Mapping[Block, _Kind], step: StepPlan, request: Request
+    rank: int, stages: list[list[Unit]], kinds: Kinds, step: StepPlan, request: Request
 ) -> Program:
     """The program of the ranks that hold certain stages."""
     held = [stages[request.pipeline.stage(rank, chunk)] for chunk in range(request.pipeline.chunks)]
@@ -191,12 +208,12 @@ def _program(
     return stage_program(StagePlan(rank, tuple(plans), tuple(chunks), tuple(buckets)), step)
 
 
-def _unit_plans(units: list[Unit], kinds: Mapping[Block, _Kind], request: Request) -> list[UnitPlan]:
+def _unit_plans(units: list[Unit], kinds: Kinds, request: Request) -> list[UnitPlan]:
     """The blocks of a rank; a parameter that two of them share belongs to the first."""
     seen: set[str] = set()
     plans = []
     for unit in units:
-        kind = kinds[unit.block]
+        kind = kinds[unit.kind]
         own = tuple(p for p in kind.parameters if unit.layer >= 0 or p.name not in seen)
         seen.update(p.name for p in own if unit.layer < 0)
         head = unit.block == request.model.head
@@ -221,7 +238,7 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "steps": request.steps,
         "schedule": strategy.schedule,
         "vpp": request.pipeline.chunks,
-        "recompute": strategy.recompute,
+        "recompute": str(strategy.recompute),
         "zero": strategy.zero,
         "bucket_size": strategy.bucket_size,
         "grad_reduce": request.grad_reduce,

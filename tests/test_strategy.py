@@ -76,7 +76,7 @@ def test_what_is_omitted_has_its_default() -> None:
         ),
         (
             "recompute = 'ful'" + SHARD,
-            "mine.toml: recompute is 'ful' (did you mean 'full'?); known: none, full, selective",
+            "mine.toml: recompute is 'ful' (did you mean 'full'?); known: none, full, selective, every:K, ops:NAME,...",
         ),
         ("zero = 4" + SHARD, "mine.toml: zero is 4; an integer from 0 to 3 is expected"),
         ("zero = true" + SHARD, "mine.toml: zero is True; an integer from 0 to 3 is expected"),

@@ -31,7 +31,7 @@ def recompute(block: Differentiated, policy: Recomputation) -> Differentiated:
     if policy.kind == "full":
         everything = _Again([list(block.forward.nodes)], {out for n in block.forward.nodes for out in n.outputs})
         return _written(block, everything, at_once=True)
-    again = _chosen(block.forward, [MODULES[name] for name in policy.modules])
+    again = _chosen(block, [MODULES[name] for name in policy.modules])
     return _written(block, again) if again.made else block
 
 
@@ -43,9 +43,12 @@ class _Again:
     made: set[str]
 
 
-def _chosen(forward: Graph, modules: Iterable[Module]) -> _Again:
-    """What modules of a layer run again; a node that several have runs with the first whole one of them."""
-    again, taken = _Again([], set()), set[str]()
+def _chosen(block: Differentiated, modules: Iterable[Module]) -> _Again:
+    """What modules of a layer run again; a node that several have runs with the first whole one of them.
+
+    Where backward gathers an operand again because it is not kept, a node that runs again has it gathered too.
+    """
+    forward, again, taken = block.forward, _Again([], set()), set[str]()
     for module in sorted(modules, key=lambda module: not module.whole):
         own = [node for node in forward.nodes if module.matches(node) and node.name not in taken]
         if module.whole:
@@ -57,6 +60,10 @@ def _chosen(forward: Graph, modules: Iterable[Module]) -> _Again:
             again.groups.extend([node] for node in own)
             again.made.update(out for node in own for out in node.outputs)
         taken.update(node.name for node in own)
+    regathered = [n for n in forward.nodes if f"{n.outputs[0]}.again" in block.backward.tensors]
+    if again.made:
+        again.groups.extend([node] for node in regathered if node.name not in taken)
+        again.made.update(node.outputs[0] for node in regathered)
     return again
 
 
@@ -96,25 +103,15 @@ def _inner(forward: Graph, nodes: list[Node]) -> set[str]:
 
 @dataclass(slots=True)
 class _Writer:
-    """A backward graph while it is written anew, each node after what it reads."""
+    """A backward graph while it is written anew, each node after what runs again for it."""
 
-    backward: Graph
     again: _Again
     nodes: list[Node] = field(default_factory=list)
     done: set[str] = field(default_factory=set)
-    makers: dict[str, Node] = field(init=False)
     group: dict[str, list[Node]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.makers = self.backward.producers()
         self.group = {out: nodes for nodes in self.again.groups for node in nodes for out in node.outputs}
-
-    def write(self, node: Node) -> None:
-        """A node of the backward graph, after what runs again for it."""
-        if node.name not in self.done:
-            self.done.add(node.name)
-            inputs = tuple(self.source(name) for name in node.inputs)
-            self.nodes.append(replace(node, inputs=inputs))
 
     def source(self, name: str) -> str:
         """The tensor that stands for one of the forward graph; what makes it is written."""
@@ -125,32 +122,25 @@ class _Writer:
 
     def run(self, group: list[Node]) -> None:
         """Nodes that run again together."""
-        if f"{group[0].name}.recompute" in self.done:
+        if group[0].name in self.done:
             return
-        self.done.update(f"{node.name}.recompute" for node in group)
+        self.done.update(node.name for node in group)
         own = {out for node in group for out in node.outputs}
         for node in group:
-            inputs = tuple(f"{name}.recomputed" if name in own else self.operand(name) for name in node.inputs)
+            inputs = tuple(f"{name}.recomputed" if name in own else self.source(name) for name in node.inputs)
             outputs = tuple(f"{name}.recomputed" for name in node.outputs)
             name = f"{node.name}.recompute"
             self.nodes.append(replace(node, name=name, inputs=inputs, outputs=outputs, phase="recompute"))
 
-    def operand(self, name: str) -> str:
-        """What a node that runs again reads: where backward gathers it again, that."""
-        gathered = f"{name}.again"
-        if name not in self.again.made and gathered in self.makers:
-            self.write(self.makers[gathered])
-            return gathered
-        return self.source(name)
-
 
 def _written(block: Differentiated, again: _Again, *, at_once: bool = False) -> Differentiated:
-    writer = _Writer(block.backward, again)
+    writer = _Writer(again)
     if at_once:
         for group in again.groups:
             writer.run(group)
     for node in block.backward.nodes:
-        writer.write(node)
+        inputs = tuple(writer.source(name) for name in node.inputs)
+        writer.nodes.append(replace(node, inputs=inputs))
     return _rebuilt(block, tuple(writer.nodes))
 
 
