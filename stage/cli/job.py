@@ -63,7 +63,10 @@ Zero = Annotated[
 Recompute = Annotated[
     str | None,
     typer.Option(
-        "--recompute", metavar="none|full|selective", help="Activations computed again.", rich_help_panel=STEP
+        "--recompute",
+        metavar="POLICY",
+        help="Computed again in backward: none, full, selective, every:2, ops:norm,act.",
+        rich_help_panel=STEP,
     ),
 ]
 StageLayers = Annotated[
