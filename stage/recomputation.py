@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from stage.errors import StrategyError
 from stage.graph import Node
 
-__all__ = ["MODULES", "POLICIES", "Module", "Recomputation", "parse_recomputation"]
+__all__ = ["MODULES", "NO_RECOMPUTATION", "POLICIES", "Module", "Recomputation", "parse_recomputation"]
 
 POLICIES = ("none", "full", "selective", "every:K", "ops:NAME,...")
 """How a policy is written."""
@@ -89,7 +89,7 @@ and `dispatch` (tokens on their way to experts)."""
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """A policy: `none`, `full`, or `ops` with the names of its `modules`; `every` K-th layer of a stage, by default all.
+    """A policy: `none`, `full`, or `ops` with the names of its `modules`, for `every` K-th layer of a stage.
 
     >>> parse_recomputation("every:2").chooses(0), parse_recomputation("every:2").chooses(1)
     (False, True)
@@ -106,6 +106,9 @@ class Recomputation:
     def chooses(self, position: int) -> bool:
         """Whether the layer at this position of its stage, counted from 0, is recomputed."""
         return self.kind != "none" and (position + 1) % self.every == 0
+
+
+NO_RECOMPUTATION = Recomputation("none", "none")
 
 
 def parse_recomputation(text: str) -> Recomputation:
@@ -134,7 +137,9 @@ def _modules(text: str, names: Iterable[str]) -> tuple[str, ...]:
         if name not in MODULES:
             near = get_close_matches(name, MODULES, n=1)
             hint = f" (did you mean '{near[0]}'?)" if near else ""
-            raise StrategyError(f"recompute is {text!r}: unknown op {name!r}{hint}; known: {', '.join(MODULES)}")
+            raise StrategyError(
+                f"recompute is {text!r}: unknown op {name!r}{hint}; known: {', '.join(MODULES)}"
+            )
     if len({MODULES[name].matches for name in found}) < len(found):
         raise StrategyError(f"recompute is {text!r}; each op may appear once")
     return found

@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from stage.errors import StrategyError
-from stage.recomputation import Recomputation, parse_recomputation
+from stage.recomputation import NO_RECOMPUTATION, Recomputation, parse_recomputation
 
 __all__ = ["AXES", "DIMS", "MESH", "SCHEDULES", "Strategy", "parse_strategy"]
 
@@ -58,7 +58,7 @@ class Strategy:
     mesh: tuple[str, ...] = MESH
     schedule: str = "1f1b"
     vpp: int | None = None  # virtual stages a rank; None is the least that the schedule can have
-    recompute: Recomputation = parse_recomputation("none")
+    recompute: Recomputation = NO_RECOMPUTATION
     zero: int = 0  # sharded over data parallel ranks: 1 optimizer states, 2 also gradients, 3 also parameters
     regather: tuple[str, ...] = ()  # axes whose gathered inputs are gathered again in backward, not kept
     overlap_grad: bool = False  # a bucket's gradients are reduced as soon as they are complete

@@ -141,9 +141,7 @@ def _gathered(request: Request) -> bool:
     return zero == 3 or (zero > 0 and request.steps > 1)
 
 
-def _step_plan(
-    request: Request, kinds: Kinds, widths: Mapping[str, int], concrete: Concrete
-) -> StepPlan:
+def _step_plan(request: Request, kinds: Kinds, widths: Mapping[str, int], concrete: Concrete) -> StepPlan:
     model, strategy, mesh = request.model, request.strategy, request.mesh
     x = model.graph(model.layers[0]).tensors["x"]
     message = (
@@ -189,9 +187,7 @@ def _shared(request: Request, kinds: Kinds) -> list[Parameter]:
     return [p for p in kinds[model.embedding, False].parameters if p.name in names]
 
 
-def _program(
-    rank: int, stages: list[list[Unit]], kinds: Kinds, step: StepPlan, request: Request
-) -> Program:
+def _program(rank: int, stages: list[list[Unit]], kinds: Kinds, step: StepPlan, request: Request) -> Program:
     """The program of the ranks that hold certain stages."""
     held = [stages[request.pipeline.stage(rank, chunk)] for chunk in range(request.pipeline.chunks)]
     plans = _unit_plans([unit for units in held for unit in units], kinds, request)

@@ -29,7 +29,9 @@ def recompute(block: Differentiated, policy: Recomputation) -> Differentiated:
     if policy.kind == "none":
         return block
     if policy.kind == "full":
-        everything = _Again([list(block.forward.nodes)], {out for n in block.forward.nodes for out in n.outputs})
+        everything = _Again(
+            [list(block.forward.nodes)], {out for n in block.forward.nodes for out in n.outputs}
+        )
         return _written(block, everything, at_once=True)
     again = _chosen(block, [MODULES[name] for name in policy.modules])
     return _written(block, again) if again.made else block

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from stage.errors import StrategyError
 from stage.model import Block, Model
 from stage.pipeline.schedule import Pipeline
-from stage.recomputation import Recomputation, parse_recomputation
+from stage.recomputation import NO_RECOMPUTATION, Recomputation
 
 __all__ = ["Unit", "cut"]
 
@@ -32,14 +32,11 @@ class Unit:
         return self.block, self.recomputed
 
 
-NONE = parse_recomputation("none")
-
-
 def cut(
     model: Model,
     pipeline: Pipeline,
     stage_layers: Sequence[int] | None = None,
-    recomputation: Recomputation = NONE,
+    recomputation: Recomputation = NO_RECOMPUTATION,
 ) -> list[list[Unit]]:
     """The units of each stage, in order.
 
