@@ -43,6 +43,7 @@ class Request:
     seq: int
     dtype: str
     grad_dtype: str
+    param_dtype: str
     grad_reduce: str
     clip: bool
     steps: int
@@ -136,6 +137,21 @@ def _check_dp_shard(dp_shard: int | None, dp: int) -> None:
         raise MeshError(f"dp_shard = {dp_shard} does not divide dp = {dp}; choose one that divides it")
 
 
+def _resharded(strategy: Strategy, dp: int, asked: bool) -> Strategy:
+    """The strategy with a number of ranks to reshard over that is smaller than dp; all of dp is no number.
+
+    One that was asked for, not only named by a strategy for whatever dp there is, must fit.
+    """
+    between = strategy.reshard_after_forward
+    if isinstance(between, bool):
+        return strategy
+    if (asked or between < dp) and dp % between:
+        raise StrategyError(
+            f"reshard_after_forward = {between} does not divide dp = {dp}; choose a number that does, true or false"
+        )
+    return strategy if between < dp else strategy.replace(reshard_after_forward=True)
+
+
 def _one_of(name: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
         raise StrategyError(f"{name} is {value!r}; choose one of {', '.join(known)}")
@@ -167,9 +183,9 @@ def resolve_request(
     micro_batch: int = 1,
     seq: int | None = None,
     stage_layers: Sequence[int] | None = None,
-    grad_reduce: str = "step",
     dtype: str = "bf16",
     grad_dtype: str = "fp32",
+    param_dtype: str | None = None,
     clip: bool = True,
     vocab_multiple: int | None = None,
     dropout: bool = False,
@@ -199,6 +215,7 @@ def resolve_request(
     _check_heads(built, degrees["tp"])
     if changes.get("dp_shard") is not None:
         _check_dp_shard(chosen.dp_shard, degrees["dp"])
+    chosen = _resharded(chosen, degrees["dp"], changes.get("reshard_after_forward") is not None)
     values = built.values
     mesh = build_mesh(
         **degrees, dp_shard=_shard_degree(chosen, degrees["dp"]), kv_heads=values.get("kv_heads")
@@ -207,7 +224,8 @@ def resolve_request(
     seq = values["seq"] if seq is None else seq
     if seq < 1 or steps < 1:
         raise StageError(f"seq = {seq} and steps = {steps} must both be at least 1; change the smaller one")
-    for name, kind in (("dtype", dtype), ("grad_dtype", grad_dtype)):
+    param_dtype = dtype if param_dtype is None else param_dtype
+    for name, kind in (("dtype", dtype), ("grad_dtype", grad_dtype), ("param_dtype", param_dtype)):
         _one_of(name, kind, FLOATS)
     return Request(
         model=built,
@@ -223,7 +241,8 @@ def resolve_request(
         seq=seq,
         dtype=dtype,
         grad_dtype=grad_dtype,
-        grad_reduce=_one_of("grad_reduce", grad_reduce, ("step", "microbatch")),
+        param_dtype=param_dtype,
+        grad_reduce=chosen.grad_reduce or ("microbatch" if chosen.zero == 2 else "step"),
         clip=clip,
         steps=steps,
         stage_layers=None if stage_layers is None else tuple(stage_layers),

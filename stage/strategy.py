@@ -36,6 +36,7 @@ DIMS = (
     "seq",
 )
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
+GRAD_REDUCE = ("step", "microbatch")
 ARCHITECTURES = ("dense", "moe")
 
 
@@ -68,6 +69,10 @@ class Strategy:
     reshard_after_forward: bool | int = (
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
+    prefetch: int = 1  # zero 3: how many blocks ahead of the compute parameters are gathered
+    grad_reduce: str | None = (
+        None  # gradients are reduced once a `step` or `microbatch`; None is by the zero stage
+    )
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
     default_for: tuple[str, ...] = ()  # architectures that take this strategy when none is named
 
@@ -78,6 +83,12 @@ class Strategy:
                     f"strategy {self.name}: [shard] uses {axis}, which is not in mesh = {list(self.mesh)}; "
                     "add it there"
                 )
+        if self.zero < 3 and (self.reshard_after_forward is not True or self.prefetch != 1):
+            key = "prefetch" if self.prefetch != 1 else "reshard_after_forward"
+            raise StrategyError(
+                f"strategy {self.name}: {key} = {str(getattr(self, key)).lower()} is of gathered parameters, but "
+                f"zero = {self.zero} gathers none before a block runs; set zero = 3, or leave it out"
+            )
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes that may shard `dim`, major first; none for a dim that the table does not have."""
@@ -225,6 +236,8 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "bucket_size": _integer(0),
     "dp_shard": _integer(1),
     "reshard_after_forward": _reshard,
+    "prefetch": _integer(0),
+    "grad_reduce": _choice(GRAD_REDUCE),
     "bucket_first_stage": _flag,
     "fuse": _flag,
     "default_for": _names(ARCHITECTURES, "architecture"),

@@ -92,7 +92,8 @@ def symbol_values(request: Request) -> dict[str, int]:
 def job(request: Request) -> Job:
     """Everything a trace set needs, computed once for each kind of block and each stage."""
     model, mesh = request.model, request.mesh
-    widths = {"compute": dtype_bytes(request.dtype), "gradient": dtype_bytes(request.grad_dtype)}
+    dtypes = {"compute": request.dtype, "gradient": request.grad_dtype, "parameter": request.param_dtype}
+    widths = {use: dtype_bytes(dtype) for use, dtype in dtypes.items()}
     check_capacity(
         ranks=mesh.world,
         layers=len(model.layers),
@@ -163,12 +164,14 @@ def _step_plan(request: Request, kinds: Kinds, widths: Mapping[str, int], concre
         message=message,
         dtype=request.dtype,
         grad_dtype=request.grad_dtype,
+        param_dtype=request.param_dtype,
         per_micro_batch=request.grad_reduce == "microbatch",
         overlap=strategy.overlap_grad,
         clip=request.clip,
         tied_elements=tied,
         experts=any(p.expert for kind in kinds.values() for p in kind.parameters),
         sharding=sharding,
+        prefetch=strategy.prefetch,
         reshard=reshard,
         mesh=mesh,
         widths=widths,
@@ -237,9 +240,13 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "recompute": str(strategy.recompute),
         "zero": strategy.zero,
         "bucket_size": strategy.bucket_size,
+        "overlap_grad": strategy.overlap_grad,
+        "reshard_after_forward": strategy.reshard_after_forward,
+        "prefetch": strategy.prefetch,
         "grad_reduce": request.grad_reduce,
         "dtype": request.dtype,
         "grad_dtype": request.grad_dtype,
+        "param_dtype": request.param_dtype,
         "clip": request.clip,
         "attention": request.model.options.attention,
         "mask": request.model.options.mask,
