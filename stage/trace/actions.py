@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from stage.pipeline.schedule import Action, Pipeline
 from stage.trace.data_parallel import DataParallel
+from stage.trace.peer import Peer
 from stage.trace.program import NO_EARLIER, Assembly
 from stage.trace.tape import Recorder, Tape
 from stage.trace.template import Ref, Template, TemplateNode, chain
@@ -197,7 +198,15 @@ def _message(
     name = f"{kind}_{'forward' if direction == FORWARD else 'backward'}"
     channel = f"{name}.{chunk}" if kind == "recv" else ""
     node = TemplateNode(
-        name, kind, kind, size, peer=distance, channel=channel, deps=deps, dtype=dtype, phase="pipeline"
+        name,
+        kind,
+        kind,
+        size,
+        peer=Peer(("pp",), distance),
+        channel=channel,
+        deps=deps,
+        dtype=dtype,
+        phase="pipeline",
     )
     block = f"chunk{chunk}" if pipeline.chunks > 1 else "pipeline"
     return Template(block, "pipeline", chain([node]), numbers=("micro_batch", *pipeline.marks))
