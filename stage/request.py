@@ -100,14 +100,14 @@ def _strategy(
     return strategy.replace(**options)
 
 
-def _check_recomputation(model: Model, policy: Recomputation) -> None:
-    """Modules to recompute must be in some layer."""
+def _check_recomputation(model: Model, policy: Recomputation, asked: bool) -> None:
+    """Modules to recompute must be in some layer: each that was asked for, and one of those a strategy names."""
     if not policy.modules:
         return
     nodes = [node for block in dict.fromkeys(model.layers) for node in model.graph(block).nodes]
     known = [name for name, module in MODULES.items() if any(map(module.matches, nodes))]
     for name in policy.modules:
-        if name not in known:
+        if name not in known and (asked or not set(known) & set(policy.modules)):
             raise StrategyError(
                 f"recompute is '{policy}', but no layer of {model.name} has {name}; it has {', '.join(known)}"
             )
@@ -210,7 +210,7 @@ def resolve_request(
     chosen = _strategy(strategy, built, changes)
     degrees = resolve_degrees({"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp}, gpus)
     chosen.check_degrees(degrees)
-    _check_recomputation(built, chosen.recompute)
+    _check_recomputation(built, chosen.recompute, changes.get("recompute") is not None)
     _check_experts(built, degrees)
     _check_heads(built, degrees["tp"])
     if changes.get("dp_shard") is not None:

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 import stage
+from stage.catalog import load_strategy
 from stage.errors import StrategyError
+from stage.strategy import Strategy
 from stage.trace.node import TraceNode
 from stage.traceset import TraceSet
 from stage.verification import verify_set
@@ -28,7 +30,7 @@ Sent = Counter[tuple[str, int, int]]
 """Kind, ranks of the group and `comm_size`, and how often in a step."""
 
 
-def traces(strategy: str, **options: Any) -> TraceSet:
+def traces(strategy: str | Strategy, **options: Any) -> TraceSet:
     shape: dict[str, Any] = {
         "dp": DP,
         "batch": DP * MICRO_BATCHES,
@@ -270,3 +272,14 @@ def test_options_that_would_do_nothing_are_refused(what: str) -> None:
 def test_resharding_over_all_ranks_is_resharding() -> None:
     one, other = (traces("fsdp", reshard_after_forward=value) for value in (8, True))
     assert one.rank(0) == other.rank(0)
+
+
+def test_the_preset_of_torchtitan_is_what_is_compared_with_its_record() -> None:
+    """FSDP x TP + SP of the FSDP2 record (`benchmarks.records`): nothing fused, nothing gathered twice."""
+    compared = load_strategy("megatron_sp").replace(zero=3, fuse=False, regather=[], overlap_grad=True)
+    one, other = (traces(strategy, dp=4, tp=2) for strategy in (load_strategy("torchtitan"), compared))
+    assert [one.rank(rank) for rank in one.ranks] == [other.rank(rank) for rank in other.ranks]
+
+
+def test_the_preset_of_zero_2_scatters_every_micro_batch() -> None:
+    assert sent(traces("zero2")) == ROWS["ZeRO-2, gradients scattered every micro-batch"][2]

@@ -12,7 +12,7 @@ import sympy
 from stage.catalog import load_strategy
 from stage.ops import get_op
 from stage.passes.backward import Differentiated
-from stage.request import Request
+from stage.request import Request, resolve_request
 from stage.summary import model_summary
 from stage.summary.activations import saved_activations
 from stage.summary.forms import pricing
@@ -174,3 +174,37 @@ def test_every_second_layer_of_a_stage_keeps_its_input_alone() -> None:
     assert count["layer"][0] == count["layer (recomputed)"][0] == 48
     assert count["layer (recomputed)"][1] == 2 * s * h // 8
     assert count["layer"][1] > 10 * count["layer (recomputed)"][1]
+
+
+FIGURE_7 = {
+    "22B": (
+        {"layers": 48, "d_model": 6144, "heads": 64, "kv_heads": 64, "head_dim": 96, "d_ff": 24576},
+        (66.84, 49.42, 16.18, 7.64),
+    ),
+    "175B": ({}, (62.04, 56.53, 18.49, 8.71)),
+    "530B": (
+        {"layers": 105, "d_model": 20480, "heads": 128, "kv_heads": 128, "head_dim": 160, "d_ff": 81920},
+        (58.31, 62.04, 20.27, 9.42),
+    ),
+}
+"""Sizes, and activation memory in percent of tensor parallelism alone (tp 8), read off the paper's figure 7: with
+sequence parallelism, with selective recomputation, with both, and with full recomputation instead."""
+
+
+@pytest.mark.parametrize("name", FIGURE_7)
+def test_savings_are_those_of_figure_7(name: str) -> None:
+    sizes, published = FIGURE_7[name]
+
+    def kept(strategy: str, policy: str) -> int:
+        options: dict[str, Any] = {"tp": 8, "dropout": True, "attention": "unfused", "recompute": policy}
+        job = resolve_request("gpt3-175b", strategy, sizes=sizes, **options)
+        return numbers(job, sharded_block(job, job.model.layers[0]))
+
+    whole = kept("megatron", "none")
+    parts = [
+        kept("megatron_sp", "none"),
+        kept("megatron", "selective"),
+        kept("megatron_sp", "selective"),
+        kept("megatron", "full"),
+    ]
+    assert [100 * part / whole for part in parts] == pytest.approx(published, abs=0.4)

@@ -7,6 +7,7 @@ import pytest
 from stage.catalog import default_strategy, list_strategies, load_strategy
 from stage.errors import StrategyError
 from stage.strategy import Strategy, parse_strategy
+from tests.small import PRESETS, STRATEGIES
 
 SHARD = '\n[shard]\nheads = ["tp"]\n'
 
@@ -23,7 +24,7 @@ def complaint(text: str) -> str:
 
 def test_catalog_has_the_published_strategies() -> None:
     names = [strategy.name for strategy in list_strategies()]
-    assert names == ["ddp", "fsdp", "hsdp", "megatron", "megatron_moe", "megatron_sp"]
+    assert names == sorted([*STRATEGIES, *PRESETS])
     assert all(strategy.title and strategy.source for strategy in list_strategies())
     assert default_strategy("dense").name == "megatron_sp"
     assert default_strategy("moe").name == "megatron_moe"
@@ -135,7 +136,8 @@ def test_unknown_name_lists_the_known_ones() -> None:
         load_strategy("megatron_spp")
     assert str(caught.value) == (
         "unknown strategy 'megatron_spp' (did you mean megatron_sp or megatron or megatron_moe?); "
-        "known: ddp, fsdp, hsdp, megatron, megatron_moe, megatron_sp; the path of a .toml file works as well"
+        "known: ddp, deepseek_v3, fsdp, gpt3_175b, hsdp, llama3_405b, megatron, megatron_moe, megatron_sp, torchtitan, "
+        "zero2; the path of a .toml file works as well"
     )
 
 
