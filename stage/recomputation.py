@@ -9,9 +9,12 @@ recomputes the first layers of a stage instead); `ops:NAME,...`: parts of every 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 from stage.errors import StrategyError
-from stage.graph import Node
+
+if TYPE_CHECKING:  # strategies are read without what computes with symbols
+    from stage.graph import Node
 
 __all__ = ["MODULES", "NO_RECOMPUTATION", "POLICIES", "Module", "Recomputation", "parse_recomputation"]
 
@@ -30,16 +33,16 @@ class Module:
     to its reader, collectives included (Megatron-LM's output-discarding checkpoint).
     """
 
-    matches: Callable[[Node], bool]
+    matches: Callable[["Node"], bool]
     whole: bool = False
     gathers: bool = False
 
 
-def _within(*scope: str) -> Callable[[Node], bool]:
+def _within(*scope: str) -> Callable[["Node"], bool]:
     """Nodes in a scope but for its norm, dropout, bias and residual, which stand around a module."""
     around = ("norm", "dropout", "add_bias", "residual")
 
-    def matches(node: Node) -> bool:
+    def matches(node: "Node") -> bool:
         path = tuple(node.name.split("."))
         return any(
             path[i : i + len(scope)] == scope and path[i + len(scope)] not in around
@@ -49,21 +52,21 @@ def _within(*scope: str) -> Callable[[Node], bool]:
     return matches
 
 
-def _called(*names: str, scope: str = "") -> Callable[[Node], bool]:
+def _called(*names: str, scope: str = "") -> Callable[["Node"], bool]:
     """Nodes by the last part of their name, in a scope of that name if given."""
 
-    def matches(node: Node) -> bool:
+    def matches(node: "Node") -> bool:
         *path, last = node.name.split(".")
         return last in names and (not scope or scope in path)
 
     return matches
 
 
-def _core(node: Node) -> bool:
+def _core(node: "Node") -> bool:
     return "core" in node.name.split(".")
 
 
-def _norm(node: Node) -> bool:
+def _norm(node: "Node") -> bool:
     return node.op == "norm"
 
 
