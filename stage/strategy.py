@@ -37,6 +37,7 @@ DIMS = (
 )
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 GRAD_REDUCE = ("step", "microbatch")
+CONTEXT_BALANCES = ("zigzag", "none")
 ARCHITECTURES = ("dense", "moe")
 
 
@@ -73,6 +74,7 @@ class Strategy:
     grad_reduce: str | None = (
         None  # gradients are reduced once a `step` or `microbatch`; None is by the zero stage
     )
+    context_balance: str = "zigzag"  # parts of a sequence that have equal causal work, or "none": consecutive
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
     default_for: tuple[str, ...] = ()  # architectures that take this strategy when none is named
 
@@ -238,6 +240,7 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "reshard_after_forward": _reshard,
     "prefetch": _integer(0),
     "grad_reduce": _choice(GRAD_REDUCE),
+    "context_balance": _choice(CONTEXT_BALANCES),
     "bucket_first_stage": _flag,
     "fuse": _flag,
     "default_for": _names(ARCHITECTURES, "architecture"),

@@ -5,13 +5,13 @@ model -> graph of each kind of block -> sharded -> differentiated -> recomputati
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import stage
+from stage.errors import StrategyError
 from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
 from stage.passes.fuse import fuse
@@ -26,8 +26,10 @@ from stage.tensor import Dim, Tensor
 from stage.trace.buckets import Bucket, plan_buckets
 from stage.trace.capacity import check_capacity
 from stage.trace.image import NameStyle
-from stage.trace.lower import Concrete, Lowered, lower
-from stage.trace.parameters import Parameter, Sharding, unit_parameters
+from stage.trace.kind import BlockKind
+from stage.trace.lower import Concrete
+from stage.trace.parameters import Parameter, Sharding
+from stage.trace.partition import STAGES, Partition
 from stage.trace.plan import StagePlan, StepPlan, UnitPlan
 from stage.trace.program import Program
 from stage.trace.stage_program import stage_program
@@ -53,15 +55,7 @@ def synthesize(
     return TraceSet.of(job(request))
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """A kind of block, lowered."""
-
-    templates: Lowered
-    parameters: tuple[Parameter, ...]
-
-
-Kinds = dict[tuple[Block, bool], _Kind]
+Kinds = dict[tuple[Block, bool], BlockKind]
 """By the block, and whether it is recomputed."""
 
 
@@ -102,19 +96,25 @@ def job(request: Request) -> Job:
         chunks=request.pipeline.chunks,
     )
     concrete = Concrete(
-        symbol_values(request), mesh, {"compute": request.dtype, "gradient": request.grad_dtype}
+        symbol_values(request),
+        mesh,
+        {"compute": request.dtype, "gradient": request.grad_dtype},
+        consecutive=request.strategy.context_balance == "none",
     )
     stages = cut(model, request.pipeline, request.stage_layers, request.strategy.recompute)
     kinds = _kinds(request, stages, concrete)
     step = _step_plan(request, kinds, widths, concrete)
-    programs = tuple(_program(rank, stages, kinds, step, request) for rank in range(request.pipeline.ranks))
+    classes = Partition.of(mesh, [atom for kind in kinds.values() for atom in kind.variants])
+    _check_balance(request, classes)
+    places = [classes.coordinates(number) for number in range(classes.count)]
+    programs = tuple(_program(place, stages, kinds, step, request) for place in places)
     digits = NameStyle(
         len(str(len(model.layers) - 1)),
         len(str(request.micro_batches - 1)),
         len(str(request.steps - 1)) if request.steps > 1 else 0,
     )
     placement = None if request.placement is None else np.array(request.placement, np.int64)
-    return Job(mesh, programs, digits, describe(request, stages), placement)
+    return Job(mesh, programs, digits, describe(request, stages), placement, classes.axes)
 
 
 def _kinds(request: Request, stages: list[list[Unit]], concrete: Concrete) -> Kinds:
@@ -124,16 +124,34 @@ def _kinds(request: Request, stages: list[list[Unit]], concrete: Concrete) -> Ki
     kinds: Kinds = {}
     for block, again in dict.fromkeys(unit.kind for units in stages for unit in units):
         both = recompute(plain[block], request.strategy.recompute) if again else plain[block]
-        kinds[block, again] = _lowered(request, block, both, concrete)
+        kinds[block, again] = _kind(request, block, both, concrete)
     return kinds
 
 
-def _lowered(request: Request, block: Block, both: Differentiated, concrete: Concrete) -> _Kind:
+def _kind(request: Request, block: Block, both: Differentiated, concrete: Concrete) -> BlockKind:
     own = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
-    numbers = (*own, *request.pipeline.marks)
-    split = get_schedule(request.strategy.schedule).splits
-    templates = lower(both, concrete, gathered=_gathered(request), numbers=numbers, split=split)
-    return _Kind(templates, tuple(unit_parameters(both.forward, concrete)))
+    return BlockKind(
+        both,
+        concrete,
+        numbers=(*own, *request.pipeline.marks),
+        gathered=_gathered(request),
+        split=get_schedule(request.strategy.schedule).splits,
+    )
+
+
+def _check_balance(request: Request, classes: Partition) -> None:
+    """A `StrategyError` where work is to be left unbalanced that is not uneven."""
+    if request.strategy.context_balance != "none" or set(classes.axes) - {STAGES}:
+        return
+    why = (
+        "attention has no causal mask"
+        if request.model.options.mask == "full"
+        else f"no axis shards the sequence of attention (cp = {request.degrees['cp']})"
+    )
+    raise StrategyError(
+        f"context_balance = none leaves ranks unequal work under a causal mask, but {why}; leave it out, "
+        "or take a causal mask and a cp above 1"
+    )
 
 
 def _gathered(request: Request) -> bool:
@@ -190,10 +208,17 @@ def _shared(request: Request, kinds: Kinds) -> list[Parameter]:
     return [p for p in kinds[model.embedding, False].parameters if p.name in names]
 
 
-def _program(rank: int, stages: list[list[Unit]], kinds: Kinds, step: StepPlan, request: Request) -> Program:
-    """The program of the ranks that hold certain stages."""
+def _program(
+    place: Mapping[str, int],
+    stages: list[list[Unit]],
+    kinds: Kinds,
+    step: StepPlan,
+    request: Request,
+) -> Program:
+    """The program of the ranks at a place: of the pipeline, and of the atoms that their work depends on."""
+    rank = place.get(STAGES, 0)
     held = [stages[request.pipeline.stage(rank, chunk)] for chunk in range(request.pipeline.chunks)]
-    plans = _unit_plans([unit for units in held for unit in units], kinds, request)
+    plans = _unit_plans([unit for units in held for unit in units], kinds, place, request)
     shared = [p.name for p in _shared(request, kinds)]
     chunks: list[range] = []
     buckets: list[Bucket] = []
@@ -207,7 +232,9 @@ def _program(rank: int, stages: list[list[Unit]], kinds: Kinds, step: StepPlan, 
     return stage_program(StagePlan(rank, tuple(plans), tuple(chunks), tuple(buckets)), step)
 
 
-def _unit_plans(units: list[Unit], kinds: Kinds, request: Request) -> list[UnitPlan]:
+def _unit_plans(
+    units: list[Unit], kinds: Kinds, place: Mapping[str, int], request: Request
+) -> list[UnitPlan]:
     """The blocks of a rank; a parameter that two of them share belongs to the first."""
     seen: set[str] = set()
     plans = []
@@ -216,7 +243,8 @@ def _unit_plans(units: list[Unit], kinds: Kinds, request: Request) -> list[UnitP
         own = tuple(p for p in kind.parameters if unit.layer >= 0 or p.name not in seen)
         seen.update(p.name for p in own if unit.layer < 0)
         head = unit.block == request.model.head
-        plans.append(UnitPlan(unit.block.kind, unit.layer, kind.templates, own, kind.parameters, head))
+        templates = kind.templates(place)
+        plans.append(UnitPlan(unit.block.kind, unit.layer, templates, own, kind.parameters, head))
     return plans
 
 
@@ -253,4 +281,5 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "dropout": request.model.options.dropout,
         "stage_layers": [sum(unit.layer >= 0 for unit in units) for units in stages],
         "placement": None if request.placement is None else list(request.placement),
+        **({} if strategy.context_balance == "zigzag" else {"context_balance": strategy.context_balance}),
     }
