@@ -17,6 +17,7 @@ from stage.passes.backward import Differentiated, differentiate
 from stage.passes.fuse import fuse
 from stage.passes.recompute import recompute
 from stage.passes.shard import rest_layout, shard
+from stage.passes.unfuse import unfuse
 from stage.pipeline.schedules import get_schedule
 from stage.pipeline.stages import Unit, cut
 from stage.request import Request, resolve_request
@@ -65,7 +66,7 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
     """A block's forward and backward graphs on the request's mesh, with recomputation as asked."""
     mesh, strategy = request.mesh, request.strategy
     sizes = symbol_values(request)
-    whole = request.model.graph(block)
+    whole = unfuse(request.model.graph(block), strategy.shard, mesh)
     graph = shard(fuse(whole) if strategy.fuse else whole, strategy.shard, mesh, sizes)
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
     if strategy.recompute != "none" and block in request.model.layers:

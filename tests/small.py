@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, int]] = {
     | {"kv_heads": 4, "first_k_dense": 1, "d_ff": 64, "shared_d_ff": 64},
 }
 
-STRATEGIES = ("ddp", "fsdp", "hsdp", "megatron", "megatron_sp", "megatron_moe")
+STRATEGIES = ("ddp", "fsdp", "hsdp", "megatron", "megatron_sp", "megatron_moe", "tp_2d")
 
 MESHES: tuple[dict[str, int], ...] = (
     {"dp": 2},

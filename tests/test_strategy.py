@@ -23,7 +23,7 @@ def complaint(text: str) -> str:
 
 def test_catalog_has_the_published_strategies() -> None:
     names = [strategy.name for strategy in list_strategies()]
-    assert names == ["ddp", "fsdp", "hsdp", "megatron", "megatron_moe", "megatron_sp"]
+    assert names == ["ddp", "fsdp", "hsdp", "megatron", "megatron_moe", "megatron_sp", "tp_2d"]
     assert all(strategy.title and strategy.source for strategy in list_strategies())
     assert default_strategy("dense").name == "megatron_sp"
     assert default_strategy("moe").name == "megatron_moe"
@@ -49,17 +49,17 @@ def test_what_is_omitted_has_its_default() -> None:
         (
             "shedule = '1f1b'" + SHARD,
             "mine.toml: unknown key 'shedule' (did you mean 'schedule'?); known keys: title, source, mesh, shard, "
-            "schedule, vpp, recompute, zero, regather, overlap_grad, bucket_size, dp_shard, reshard_after_forward, bucket_first_stage, fuse, default_for",
+            "schedule, vpp, recompute, zero, regather, overlap_grad, bucket_size, dp_shard, tp_x, reshard_after_forward, bucket_first_stage, fuse, default_for",
         ),
         ("zero = 1", "mine.toml: table [shard] is missing; it says which axes shard each dim"),
         (
             "[shard]\nhead = ['tp']",
             "mine.toml: shard: unknown dim 'head' (did you mean 'heads'?); known: heads, kv_heads, d_ff, "
-            "shared_d_ff, vocab, experts, expert_d_ff, slots, batch, seq",
+            "shared_d_ff, vocab, experts, expert_d_ff, slots, batch, seq, d_model",
         ),
         (
             "[shard]\nheads = ['tpp']",
-            "mine.toml: shard: heads: unknown axis 'tpp' (did you mean 'tp'?); known: dp, cp, tp, edp, ep, etp",
+            "mine.toml: shard: heads: unknown axis 'tpp' (did you mean 'tp'?); known: dp, cp, tp, tp_y, tp_x, edp, ep, etp",
         ),
         (
             "[shard]\nheads = 'tp'",
@@ -135,7 +135,7 @@ def test_unknown_name_lists_the_known_ones() -> None:
         load_strategy("megatron_spp")
     assert str(caught.value) == (
         "unknown strategy 'megatron_spp' (did you mean megatron_sp or megatron or megatron_moe?); "
-        "known: ddp, fsdp, hsdp, megatron, megatron_moe, megatron_sp; the path of a .toml file works as well"
+        "known: ddp, fsdp, hsdp, megatron, megatron_moe, megatron_sp, tp_2d; the path of a .toml file works as well"
     )
 
 

@@ -9,6 +9,7 @@ from stage.ops import (
     loss,
     moe,
     norm,
+    norm_sharded,
     pointwise,
     view,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "loss",
     "moe",
     "norm",
+    "norm_sharded",
     "pointwise",
     "register",
     "registered",

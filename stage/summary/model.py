@@ -99,7 +99,7 @@ def _request(
     """The job of these options, or where they have no degrees one in which every axis of the strategy has a degree."""
     if isinstance(strategy, str | Path):
         strategy = load_strategy(strategy)
-    if isinstance(strategy, Strategy) and not options.keys() & {*AXES, "gpus", "dp_shard"}:
+    if isinstance(strategy, Strategy) and not options.keys() & {*AXES, "gpus", "dp_shard", "tp_x"}:
         options |= _example(strategy, model)
     return resolve_request(target, strategy, **options)
 
@@ -111,6 +111,8 @@ def _example(strategy: Strategy, model: Model) -> dict[str, int]:
     """
     used = {axis for _, axes in strategy.shard for axis in axes}
     degrees: dict[str, int] = {axis: 2 for axis in ("cp", "tp") if axis in used and axis in strategy.mesh}
+    if "tp" in degrees:
+        degrees["tp"] *= strategy.tp_x
     degrees["dp"] = 4 if "ep" in used or strategy.dp_shard is not None else 2
     if strategy.dp_shard is not None:
         degrees["dp_shard"] = 2
