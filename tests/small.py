@@ -52,7 +52,7 @@ MESHES: tuple[dict[str, int], ...] = (
 
 def request(model: str, strategy: str | Strategy, **options: Any) -> Request:
     """A job of a small model; the batch is one sequence for each of its data-parallel ranks unless given."""
-    sizes = MODELS[model] | (options.pop("sizes", None) or {})
+    sizes = MODELS[model] | dict(options.pop("sizes", None) or {})
     return resolve_request(model, strategy, sizes=sizes, **{"vocab_multiple": 8} | options)
 
 

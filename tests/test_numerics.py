@@ -55,6 +55,8 @@ def compare(model: str, strategy: str | Strategy, mesh: dict[str, int], **option
     job = request(model, strategy, **mesh, **options)
     sizes = symbol_values(job)
     plain = {key: value for key, value in options.items() if key in ("attention", "mask", "dropout")}
+    if "sizes" in options:
+        plain["sizes"] = tuple(sorted(options["sizes"].items()))
     for block in dict.fromkeys(job.model.blocks):
         batch = job.sizes["batch"]
         both, ahead, behind, given, seed = unsharded(
