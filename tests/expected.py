@@ -221,7 +221,9 @@ def local_bytes(asked: Request, tensor: Tensor, layout: Any, sizes: Any) -> int:
     """Bytes of a device's part of a tensor."""
     names = {"compute": asked.dtype, "gradient": asked.grad_dtype}
     width = dtype_bytes(names.get(tensor.dtype, tensor.dtype))
-    elements = prod((exact(dim.size, sizes) for dim in tensor.dims), start=Fraction(1))
+    elements = Fraction(1)
+    for dim in tensor.dims:
+        elements *= exact(dim.size, sizes)
     size = elements * width / asked.mesh.degree([atom for atoms in layout.dims for atom in atoms])
     assert size.denominator == 1
     return size.numerator
