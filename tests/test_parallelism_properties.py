@@ -5,6 +5,7 @@ To draw a new option of `stage.synthesize` add its line to `OPTIONS`.
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -43,6 +44,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "reshard_after_forward": st.sampled_from([True, False, 2]),
     "dp_shard": st.sampled_from([1, 2]),
     "tp_x": st.sampled_from([1, 2, 4]),
+    "context_balance": st.sampled_from(["zigzag", "none"]),
     "regather": st.sampled_from([(), ("tp",), ("cp", "tp")]),
     "fuse": st.booleans(),
     "grad_dtype": st.sampled_from(["fp32", "bf16"]),
@@ -51,13 +53,14 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
 }
 """Options of a job beside its model, mesh, schedule and batch; each is drawn or left at its default."""
 
-ONLY: dict[str, Callable[[str, str], bool]] = {
-    "mtp": lambda model, _: model == "deepseek-v3",
-    "tp_x": lambda _, strategy: uses(strategy, {"tp_x": 2}),
-    "dp_shard": lambda _, strategy: strategy == "hsdp",
-    "reshard_after_forward": lambda _, strategy: strategy != "hsdp",
+ONLY: dict[str, Callable[[str, str, dict[str, int]], bool]] = {
+    "mtp": lambda model, _, __: model == "deepseek-v3",
+    "tp_x": lambda _, strategy, mesh: uses(strategy, {"tp_x": 2}) and "tp" in mesh,
+    "dp_shard": lambda _, strategy, mesh: strategy == "hsdp" and "dp" in mesh,
+    "reshard_after_forward": lambda _, strategy, __: strategy != "hsdp",
+    "context_balance": lambda _, __, mesh: "cp" in mesh,
 }
-"""Options that few models or strategies have; elsewhere they are drawn once in a while, to be refused."""
+"""Options that few models, strategies or meshes have; elsewhere they are drawn once in a while, to be refused."""
 
 
 @st.composite
@@ -104,7 +107,7 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
     known = {
         name: values
         for name, values in OPTIONS.items()
-        if rare or name not in ONLY or ONLY[name](model, strategy)
+        if rare or name not in ONLY or ONLY[name](model, strategy, mesh)
     }
     options = draw(st.fixed_dictionaries({}, optional=known))
     shape = {"micro_batch": micro_batch, "batch": micro_batch * micro_batches * mesh.get("dp", 1), "seq": 32}
@@ -120,24 +123,33 @@ def check_deadlock_and_rules(traces: TraceSet) -> None:
     assert not report.unchecked
 
 
-def per_class(traces: TraceSet) -> list[tuple[int, list[TraceNode]]]:
-    """How many ranks each class has, and the nodes of its first."""
-    classes = traces.classes
-    return [(len(classes.positions(n)), list(traces.nodes(classes.first(n)))) for n in range(classes.count)]
+@dataclass(frozen=True)
+class Alike:
+    """Ranks of one class: their rank of the pipeline, how many they are, and the nodes of the first of them."""
+
+    rank: int
+    count: int
+    nodes: list[TraceNode]
+
+
+def alike(asked: Request, traces: TraceSet) -> list[Alike]:
+    classes, width = traces.classes, asked.mesh.world // asked.pipeline.ranks
+    firsts = [classes.first(number) for number in range(classes.count)]
+    return [Alike(first // width, classes.ranks_per_class, list(traces.nodes(first))) for first in firsts]
 
 
 def number(node: TraceNode, name: str) -> int:
     return int(str(node.get(name)))
 
 
-def check_work(asked: Request, ranks: list[tuple[int, list[TraceNode]]]) -> None:
+def check_work(asked: Request, classes: list[Alike]) -> None:
     found = sum(
-        times * number(n, "num_ops") for times, nodes in ranks for n in nodes if n.get("op") in MATMULS
+        same.count * number(n, "num_ops") for same in classes for n in same.nodes if n.get("op") in MATMULS
     )
     assert found == expected.work(asked)
 
 
-def check_parameters(asked: Request, ranks: list[tuple[int, list[TraceNode]]]) -> None:
+def check_parameters(asked: Request, classes: list[Alike]) -> None:
     """Parameters of all stages are the model's, and ranks update those that they are to hold the state of."""
     whole = {(rank, w.name) if w.shared else (rank, w.name, i): w.whole
              for rank in range(asked.pipeline.ranks) for i, w in enumerate(expected.stored(asked, rank))}  # fmt: skip
@@ -145,50 +157,52 @@ def check_parameters(asked: Request, ranks: list[tuple[int, list[TraceNode]]]) -
     table = asked.sizes["vocab"] * asked.sizes["d_model"]
     first, last = asked.pipeline.place(0)[0], asked.pipeline.place(asked.pipeline.stages - 1)[0]
     assert again == (table if asked.model.tied and first != last else 0)
-    for (_, nodes), rank in zip(ranks, range(asked.pipeline.ranks), strict=True):
-        updated = sum(number(n, "num_ops") for n in nodes if n.get("op") == "adam")
+    for same in classes:
+        updated = sum(number(n, "num_ops") for n in same.nodes if n.get("op") == "adam")
         assert updated % (ADAM_FLOPS * asked.steps) == 0
-        exact, padding = expected.states(asked, rank)
+        exact, padding = expected.states(asked, same.rank)
         assert exact <= updated // (ADAM_FLOPS * asked.steps) <= exact + padding
 
 
 OF_PARAMETERS = (".parameters", ".gradients", "bucket", "optimizer.")
 
 
-def check_communication(asked: Request, ranks: list[tuple[int, list[TraceNode]]]) -> None:
+def check_communication(asked: Request, classes: list[Alike]) -> None:
     """Collectives of activations are those of the layouts, messages those of the boundaries."""
-    for rank, (_, nodes) in enumerate(ranks):
+    for same in classes:
         own = [
-            n for n in nodes if n.get("comm_size") is not None and not any(p in n.name for p in OF_PARAMETERS)
+            n
+            for n in same.nodes
+            if n.get("comm_size") is not None and not any(p in n.name for p in OF_PARAMETERS)
         ]
         found = Counter(
             (str(n.get("phase")), str(n.get("op")), str(n.get("axes")), number(n, "comm_size"))
             for n in own
             if n.get("phase") != "pipeline"
         )
-        assert found == expected.activations(asked, rank)
+        assert found == expected.activations(asked, same.rank)
         width = asked.mesh.world // asked.pipeline.ranks
         sent = Counter(
             (str(n.get("op")), number(n, "comm_dst" if n.get("op") == "send" else "comm_src") // width)
             for n in own
             if n.get("phase") == "pipeline"
         )
-        assert sent == expected.messages(asked, rank)
+        assert sent == expected.messages(asked, same.rank)
 
 
-def check_gradients(asked: Request, ranks: list[tuple[int, list[TraceNode]]]) -> None:
+def check_gradients(asked: Request, classes: list[Alike]) -> None:
     """Bytes of all gradient reductions of a rank: its parameters, by the axes over which each is partial."""
     times = asked.steps * (asked.micro_batches if asked.grad_reduce == "microbatch" else 1)
     width = {"fp32": 4, "bf16": 2}[asked.grad_dtype]
-    for rank, (_, nodes) in enumerate(ranks):
-        held = expected.stored(asked, rank)
+    for same in classes:
+        held = expected.stored(asked, same.rank)
         if asked.strategy.zero == 0:
             sums: Counter[str] = Counter()
             for w in held:
                 if w.data:
                     sums[" ".join(w.data)] += w.elements * width * times
             found: Counter[str] = Counter()
-            for n in nodes:
+            for n in same.nodes:
                 if "bucket" in n.name and n.get("op") == "all_reduce":
                     found[str(n.get("axes"))] += number(n, "comm_size")
             assert found == sums
@@ -198,7 +212,7 @@ def check_gradients(asked: Request, ranks: list[tuple[int, list[TraceNode]]]) ->
                 if w.model:
                     sums[" ".join(w.model)] += w.elements * width * asked.steps
             found = Counter()
-            for n in nodes:
+            for n in same.nodes:
                 if ".replicated_" in n.name:
                     found[str(n.get("axes"))] += number(n, "comm_size")
             assert found == sums
@@ -231,11 +245,11 @@ def check(drawn: dict[str, Any]) -> None:
         return
     event("synthesized")
     check_deadlock_and_rules(traces)
-    ranks = per_class(traces)
-    check_work(asked, ranks)
-    check_parameters(asked, ranks)
-    check_communication(asked, ranks)
-    check_gradients(asked, ranks)
+    classes = alike(asked, traces)
+    check_work(asked, classes)
+    check_parameters(asked, classes)
+    check_communication(asked, classes)
+    check_gradients(asked, classes)
     check_bubble(asked)
 
 
