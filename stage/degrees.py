@@ -15,15 +15,15 @@ def check_degrees(**degrees: int | None) -> None:
             raise MeshError(f"{name} = {degree!r} is not a degree; give {name} an integer of at least 1")
 
 
-def kv_replicas(tp: int, kv_heads: int | None) -> int:
-    """How many ranks along tp hold the same KV head."""
-    if kv_heads is None or kv_heads % tp == 0:
+def kv_replicas(axes: str, degree: int, kv_heads: int | None) -> int:
+    """How many of the ranks that share out the heads hold the same KV head."""
+    if kv_heads is None or kv_heads % degree == 0:
         return 1
-    if kv_heads < tp and tp % kv_heads == 0:
-        return tp // kv_heads
+    if kv_heads < degree and degree % kv_heads == 0:
+        return degree // kv_heads
     raise MeshError(
-        f"kv_heads = {kv_heads} and tp = {tp} do not divide one another; choose a tp that divides kv_heads, "
-        "or is a multiple of it"
+        f"kv_heads = {kv_heads} and {axes} = {degree} do not divide one another; choose a {axes} that divides "
+        "kv_heads, or is a multiple of it"
     )
 
 

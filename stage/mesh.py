@@ -1,9 +1,8 @@
 """The mesh: how the ranks of a job form named axes.
 
-The same ranks are seen in two ways, dense `pp dp cp tp` and sparse `pp edp ep etp`, and `dp` and `tp` may be
-split further: `dp` for HSDP, `tp` for few KV heads and as the grid tp_y x tp_x of 2-D tensor parallelism. The
-mesh therefore keeps **atoms**, the common refinement of all views; an **axis** is a name for some consecutive
-atoms. Layouts and collectives speak of atoms only, so two views never need reconciling.
+The same ranks are seen in two ways, dense `pp dp cp tp` and sparse `pp edp ep etp`, and `dp`, `cp` and `tp` may
+be split further. The mesh therefore keeps **atoms**, the common refinement of all views; an **axis** is a name
+for some consecutive atoms. Layouts and collectives speak of atoms only, so two views never need reconciling.
 
 Invariants:
 
@@ -203,12 +202,14 @@ def build_mesh(
     etp: int = 1,
     dp_shard: int | None = None,
     kv_heads: int | None = None,
+    ulysses: int = 1,
     tp_x: int = 1,
 ) -> Mesh:
     """The mesh of pp x dp x cp x tp ranks, refined so that every view is made of whole atoms.
 
-    `ep` and `etp` carve the sparse view out of dp x cp x tp; `dp_shard` splits dp into dp_replicate x
-    dp_shard; `kv_heads` below tp splits tp into tp_kv x tp_rep, and `tp_x` splits it into tp_y x tp_x.
+    `ep` and `etp` carve the sparse view out of dp x cp x tp; `dp_shard` splits dp into dp_replicate x dp_shard;
+    `kv_heads` below tp splits tp into tp_kv x tp_rep, and `tp_x` into tp_y x tp_x. `ulysses` neighbours that exchange
+    heads split cp into cp_ring x cp_ulysses, and that into cp_rep x cp_kv where they are more than the KV heads.
 
     >>> build_mesh(pp=2, dp=2, tp=4, kv_heads=2).atoms
     (('pp', 2), ('dp', 2), ('tp_kv', 2), ('tp_rep', 2))
@@ -228,11 +229,12 @@ def build_mesh(
             raise MeshError(
                 f"{name} = {part} does not divide {axis} = {given[axis]}; choose a {name} that divides it"
             )
-    rep = kv_replicas(tp, kv_heads)
+    rep = kv_replicas("tp", tp, kv_heads)
+    own = ulysses * rep // kv_replicas("tp x ulysses", tp * ulysses, kv_heads)
     dense, sparse = (("dp", dp), ("cp", cp), ("tp", tp)), (("ep", ep), ("etp", etp))
     hybrid = (("dp_shard", shard), *dense[1:])
-    parts = (("tp_rep", rep),), (("tp_x", tp_x),)
-    check_chain(dense, dense[1:], dense[2:], hybrid, sparse, sparse[1:], *parts)
+    heads = (("ulysses", ulysses), dense[2]), (("ulysses kv", own), dense[2]), (("tp_rep", rep),)
+    check_chain(dense, dense[1:], dense[2:], hybrid, sparse, sparse[1:], *heads, (("tp_x", tp_x),))
     views = {
         "pp": (pp * inner, inner),
         **_suffix_products(dp=dp, cp=cp, tp=tp),
@@ -243,7 +245,10 @@ def build_mesh(
         "dp_shard": (shard * cp * tp, cp * tp),
         "world": (pp * inner, 1),
     }
-    return _refine(views)
+    parts = {"cp_ring": cp // ulysses, "cp_ulysses": ulysses}, {"cp_rep": ulysses // own, "cp_kv": own}
+    return _refine(
+        views | {k: v for part in parts if ulysses > 1 for k, v in _suffix_products(**part, tp=tp).items()}
+    )
 
 
 def _suffix_products(**degrees: int) -> dict[str, tuple[int, int]]:

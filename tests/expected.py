@@ -19,14 +19,13 @@ from stage.mesh import Mesh
 from stage.model import Block
 from stage.ops import get_op
 from stage.passes.backward import differentiate
+from stage.passes.shard import Table
 from stage.passes.unfuse import unfuse
 from stage.request import Request
 from stage.symbols import dtype_bytes, evaluate, exact
 from stage.synthesis import sharded_block, symbol_values
 from stage.tensor import Tensor
 from tests.small import request as small
-
-Table = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def taken(names: frozenset[str], table: Table, mesh: Mesh) -> dict[str, tuple[str, ...]]:
@@ -84,7 +83,7 @@ def work(asked: Request) -> int:
     ranks, total = mesh.world // asked.degrees["pp"], 0
     for block in asked.model.blocks:
         for phase, name, form, dims in table[block.kind]:
-            axes = taken(dims, asked.strategy.shard, mesh)
+            axes = taken(dims, asked.table, mesh)
             split = prod(mesh.degree(divisible(asked, dim, atoms)) for dim, atoms in axes.items())
             layer = block in asked.model.layers and recomputed(asked, name)
             runs = 1 + (layer and phase == "forward")
@@ -124,7 +123,7 @@ class Weight:
 
 def weights(asked: Request, block: Block) -> Iterator[Weight]:
     """The parameters of a block."""
-    mesh, table = asked.mesh, asked.strategy.shard
+    mesh, table = asked.mesh, asked.table
     graph = unfuse(asked.model.graph(block), table, mesh)
     readers = graph.consumers()
     apart = mesh.degree("ep") > 1 or {*mesh.expand("edp")} != {*mesh.expand(["dp", "cp"])}
