@@ -9,9 +9,12 @@ from pathlib import Path
 
 from stage.catalog import default_strategy, load_strategy
 from stage.errors import MeshError, StageError, StrategyError
+from stage.expert_load import ExpertLoad
 from stage.graph import Options
+from stage.io.expert_load import resolve_expert_load
 from stage.mesh import Mesh, build_mesh
 from stage.model import Model, SizeValue
+from stage.passes.shard import Table
 from stage.pipeline.schedule import Pipeline
 from stage.pipeline.schedules import plan_pipeline
 from stage.recomputation import MODULES, Recomputation
@@ -49,6 +52,12 @@ class Request:
     steps: int
     stage_layers: tuple[int, ...] | None
     placement: tuple[int, ...] | None
+    expert_load: ExpertLoad | None = None
+
+    @property
+    def table(self) -> Table:
+        """The rows of the strategy's `shard`, and what its `context` adds within the attention core."""
+        return self.strategy.contexts.table(self.strategy.shard, self.degrees["cp"])
 
     @property
     def micro_batches(self) -> int:
@@ -122,13 +131,15 @@ def _check_experts(model: Model, degrees: Mapping[str, int]) -> None:
             )
 
 
-def _check_heads(model: Model, tp: int) -> None:
-    """Heads are shared out over tp, which must be said before KV heads are fitted to it."""
-    heads = model.values.get("heads", tp)
-    if heads % tp:
-        raise StrategyError(
-            f"heads = {heads} of {model.name} does not divide by tp = {tp}; choose a tp that divides it, or other heads"
-        )
+def _check_heads(model: Model, tp: int, ulysses: int) -> None:
+    """Heads are shared out over tp, and over the ranks that exchange them, before KV heads are fitted to these."""
+    for axes, degree in (("tp", tp), ("tp x ulysses", tp * ulysses)):
+        heads = model.values.get("heads", degree)
+        if heads % degree:
+            raise StrategyError(
+                f"heads = {heads} of {model.name} does not divide by {axes} = {degree}; "
+                f"choose a {axes} that divides it, or other heads"
+            )
 
 
 def _check_dp_shard(dp_shard: int | None, dp: int) -> None:
@@ -212,13 +223,18 @@ def resolve_request(
     chosen.check_degrees(degrees)
     _check_recomputation(built, chosen.recompute, changes.get("recompute") is not None)
     _check_experts(built, degrees)
-    _check_heads(built, degrees["tp"])
+    chosen.contexts.check(chosen.name, chosen.axes("seq"), attention)
+    ulysses = chosen.contexts.ulysses(degrees["cp"])
+    _check_heads(built, degrees["tp"], ulysses)
     if changes.get("dp_shard") is not None:
         _check_dp_shard(chosen.dp_shard, degrees["dp"])
     chosen = _resharded(chosen, degrees["dp"], changes.get("reshard_after_forward") is not None)
     values = built.values
     mesh = build_mesh(
-        **degrees, dp_shard=_shard_degree(chosen, degrees["dp"]), kv_heads=values.get("kv_heads")
+        **degrees,
+        dp_shard=_shard_degree(chosen, degrees["dp"]),
+        kv_heads=values.get("kv_heads"),
+        ulysses=ulysses,
     )
     batch, micro_batches = _micro_batches(batch, micro_batch, degrees["dp"])
     seq = values["seq"] if seq is None else seq
@@ -247,6 +263,7 @@ def resolve_request(
         steps=steps,
         stage_layers=None if stage_layers is None else tuple(stage_layers),
         placement=_placement(placement, mesh.world),
+        expert_load=resolve_expert_load(built, chosen),
     )
 
 

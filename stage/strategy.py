@@ -16,7 +16,9 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from stage.context import Context, parse_context
 from stage.errors import StrategyError
+from stage.load_option import BALANCED, check_expert_load
 from stage.recomputation import NO_RECOMPUTATION, Recomputation, parse_recomputation
 
 __all__ = ["AXES", "DIMS", "MESH", "SCHEDULES", "Strategy", "parse_strategy"]
@@ -37,6 +39,8 @@ DIMS = (
 )
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 GRAD_REDUCE = ("step", "microbatch")
+ALLTOALL = ("collective", "p2p")
+LARGEST_FACTOR = 1_000_000
 CONTEXT_BALANCES = ("zigzag", "none")
 ARCHITECTURES = ("dense", "moe")
 
@@ -74,8 +78,14 @@ class Strategy:
     grad_reduce: str | None = (
         None  # gradients are reduced once a `step` or `microbatch`; None is by the zero stage
     )
+    context: str = "all_gather"  # how attention meets keys of other cp ranks; `stage.context` has the forms
     context_balance: str = "zigzag"  # parts of a sequence that have equal causal work, or "none": consecutive
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
+    expert_load: str = BALANCED  # tokens of the experts: balanced, zipf:EXPONENT, or a file of histograms
+    seed: int | None = None  # which experts a drawn load makes popular; None is 0
+    capacity_factor: float | None = None  # an expert drops what exceeds so many times its balanced share
+    pad_to_capacity: bool = False  # every expert computes its capacity, whatever it got
+    alltoall: str = "collective"  # or "p2p": its pairwise sends and receives
     default_for: tuple[str, ...] = ()  # architectures that take this strategy when none is named
 
     def __post_init__(self) -> None:
@@ -95,6 +105,11 @@ class Strategy:
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes that may shard `dim`, major first; none for a dim that the table does not have."""
         return dict(self.shard).get(dim, ())
+
+    @property
+    def contexts(self) -> Context:
+        """How attention meets the keys of other ranks."""
+        return parse_context(self.context)
 
     def replace(self, **options: object) -> "Strategy":
         """This strategy with the options that are not None set, checked as the file's keys are."""
@@ -139,6 +154,14 @@ def _text(value: object, where: str) -> str:
     return value
 
 
+def _context(value: object, where: str) -> str:
+    text = _text(value, where)
+    try:
+        return parse_context(text).name
+    except StrategyError as err:
+        raise StrategyError(f"{where.removesuffix('context')}{err}") from err
+
+
 def _flag(value: object, where: str) -> bool:
     if not isinstance(value, bool):
         raise StrategyError(f"{where} is {value!r}; true or false is expected")
@@ -156,6 +179,12 @@ def _integer(low: int, high: int | None = None) -> Callable[[object, str], int]:
         return value
 
     return check
+
+
+def _factor(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_FACTOR:
+        raise StrategyError(f"{where} is {value!r}; a number above 0 and up to {LARGEST_FACTOR} is expected")
+    return float(value)
 
 
 def _reshard(value: object, where: str) -> bool | int:
@@ -240,8 +269,14 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "reshard_after_forward": _reshard,
     "prefetch": _integer(0),
     "grad_reduce": _choice(GRAD_REDUCE),
+    "context": _context,
     "context_balance": _choice(CONTEXT_BALANCES),
     "bucket_first_stage": _flag,
     "fuse": _flag,
+    "expert_load": check_expert_load,
+    "seed": _integer(0, (1 << 63) - 1),
+    "capacity_factor": _factor,
+    "pad_to_capacity": _flag,
+    "alltoall": _choice(ALLTOALL),
     "default_for": _names(ARCHITECTURES, "architecture"),
 }

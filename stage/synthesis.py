@@ -4,18 +4,19 @@ model -> graph of each kind of block -> sharded -> differentiated -> recomputati
 -> stages -> programs -> trace set
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import stage
+from stage.describe import describe
 from stage.errors import StrategyError
 from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
 from stage.passes.fuse import fuse
 from stage.passes.recompute import recompute
+from stage.passes.ring import circulate, expand_ring
 from stage.passes.shard import rest_layout, shard
 from stage.pipeline.schedules import get_schedule
 from stage.pipeline.stages import Unit, cut
@@ -24,14 +25,16 @@ from stage.strategy import Strategy
 from stage.symbols import dtype_bytes, size
 from stage.tensor import Dim, Tensor
 from stage.trace.buckets import Bucket, plan_buckets
-from stage.trace.capacity import check_capacity
+from stage.trace.capacity import check_capacity, check_tags
+from stage.trace.concrete import Concrete
 from stage.trace.image import NameStyle
 from stage.trace.kind import BlockKind
-from stage.trace.lower import Concrete
 from stage.trace.parameters import Parameter, Sharding
 from stage.trace.partition import STAGES, Partition
 from stage.trace.plan import StagePlan, StepPlan, UnitPlan
 from stage.trace.program import Program
+from stage.trace.queries import query_atoms
+from stage.trace.routing import Routing, make_routing
 from stage.trace.stage_program import stage_program
 from stage.traceset import Job, TraceSet
 
@@ -70,15 +73,18 @@ def differentiated_block(request: Request, block: Block) -> Differentiated:
     mesh, strategy = request.mesh, request.strategy
     sizes = symbol_values(request)
     whole = request.model.graph(block)
-    graph = shard(fuse(whole) if strategy.fuse else whole, strategy.shard, mesh, sizes)
-    return differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
+    if strategy.contexts.circulates:
+        whole = circulate(whole)
+    graph = shard(fuse(whole) if strategy.fuse else whole, request.table, mesh, sizes)
+    both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
+    return expand_ring(both, mesh, sizes, consecutive=strategy.context_balance == "none")
 
 
 def symbol_values(request: Request) -> dict[str, int]:
     """A value for every size symbol; `sources` is how many parts the slots of an expert come from."""
     tokens = Tensor("tokens", (Dim("batch", size("batch")), Dim("seq", size("seq"))))
     values, mesh = dict(request.sizes), request.mesh
-    rest = rest_layout(tokens, request.strategy.shard, mesh, values)
+    rest = rest_layout(tokens, request.table, mesh, values)
     parts = {*rest.sharding, *mesh.expand(request.strategy.axes("slots"))}
     return values | {"sources": mesh.degree(parts)}
 
@@ -100,13 +106,21 @@ def job(request: Request) -> Job:
         mesh,
         {"compute": request.dtype, "gradient": request.grad_dtype},
         consecutive=request.strategy.context_balance == "none",
+        pairwise=request.strategy.alltoall == "p2p",
     )
     stages = cut(model, request.pipeline, request.stage_layers, request.strategy.recompute)
     kinds = _kinds(request, stages, concrete)
     step = _step_plan(request, kinds, widths, concrete)
     classes = Partition.of(mesh, [atom for kind in kinds.values() for atom in kind.variants])
-    _check_balance(request, classes)
+    _check_balance(request, kinds.values())
     places = [classes.coordinates(number) for number in range(classes.count)]
+    check_tags(
+        micro_batches=request.micro_batches,
+        steps=request.steps,
+        chunks=request.pipeline.chunks,
+        blocks=len(model.blocks),
+        messages=max(kind.templates(places[0]).messages for kind in kinds.values()),
+    )
     programs = tuple(_program(place, stages, kinds, step, request) for place in places)
     digits = NameStyle(
         len(str(len(model.layers) - 1)),
@@ -129,19 +143,34 @@ def _kinds(request: Request, stages: list[list[Unit]], concrete: Concrete) -> Ki
 
 
 def _kind(request: Request, block: Block, both: Differentiated, concrete: Concrete) -> BlockKind:
+    strategy = request.strategy
     own = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
+    routings: tuple[Routing, ...] = ()
+    if request.expert_load is not None and any("experts" in p.dim_names for p in both.forward.parameters):
+        graphs, factor, padded = (
+            (both.forward, both.backward),
+            strategy.capacity_factor,
+            strategy.pad_to_capacity,
+        )
+        routings = tuple(
+            make_routing(row, graphs, concrete.sizes, request.mesh, factor, padded=padded)
+            for row in request.expert_load.rows
+        )
     return BlockKind(
         both,
         concrete,
         numbers=(*own, *request.pipeline.marks),
         gathered=_gathered(request),
-        split=get_schedule(request.strategy.schedule).splits,
+        split=get_schedule(strategy.schedule).splits,
+        routings=routings,
     )
 
 
-def _check_balance(request: Request, classes: Partition) -> None:
+def _check_balance(request: Request, kinds: Iterable[BlockKind]) -> None:
     """A `StrategyError` where work is to be left unbalanced that is not uneven."""
-    if request.strategy.context_balance != "none" or set(classes.axes) - {STAGES}:
+    if request.strategy.context_balance != "none":
+        return
+    if any(query_atoms((kind.both.forward, kind.both.backward)) for kind in kinds):
         return
     why = (
         "attention has no causal mask"
@@ -164,7 +193,7 @@ def _step_plan(request: Request, kinds: Kinds, widths: Mapping[str, int], concre
     model, strategy, mesh = request.model, request.strategy, request.mesh
     x = model.graph(model.layers[0]).tensors["x"]
     message = (
-        concrete.local(x, rest_layout(x, strategy.shard, mesh, concrete.sizes)).elements * widths["compute"]
+        concrete.local(x, rest_layout(x, request.table, mesh, concrete.sizes)).elements * widths["compute"]
     )
     replicate = frozenset(mesh.expand(["dp_replicate"])) if strategy.dp_shard is not None else frozenset()
     sharding = Sharding(strategy.zero, replicate)
@@ -237,49 +266,15 @@ def _unit_plans(
 ) -> list[UnitPlan]:
     """The blocks of a rank; a parameter that two of them share belongs to the first."""
     seen: set[str] = set()
+    many = request.expert_load is not None and len(request.expert_load.rows) > 1
+    sparse = request.model.moe_layers if many else ()
     plans = []
     for unit in units:
         kind = kinds[unit.kind]
         own = tuple(p for p in kind.parameters if unit.layer >= 0 or p.name not in seen)
         seen.update(p.name for p in own if unit.layer < 0)
         head = unit.block == request.model.head
-        templates = kind.templates(place)
+        row = sparse.index(unit.layer) if many and kind.routings else 0
+        templates = kind.templates(place, row)
         plans.append(UnitPlan(unit.block.kind, unit.layer, templates, own, kind.parameters, head))
     return plans
-
-
-def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
-    """The inputs and what they resolved to, for the manifest."""
-    strategy = request.strategy
-    return {
-        "stage": stage.__version__,
-        "model": request.model.name,
-        "origin": Path(request.origin).name,
-        "strategy": strategy.name,
-        "sizes": dict(sorted({**request.model.sizes, **request.sizes}.items())),
-        "mesh": {**request.degrees, "atoms": [list(atom) for atom in request.mesh.atoms]},
-        "batch": request.batch,
-        "micro_batch": request.micro_batch,
-        "micro_batches": request.micro_batches,
-        "seq": request.seq,
-        "steps": request.steps,
-        "schedule": strategy.schedule,
-        "vpp": request.pipeline.chunks,
-        "recompute": str(strategy.recompute),
-        "zero": strategy.zero,
-        "bucket_size": strategy.bucket_size,
-        "overlap_grad": strategy.overlap_grad,
-        "reshard_after_forward": strategy.reshard_after_forward,
-        "prefetch": strategy.prefetch,
-        "grad_reduce": request.grad_reduce,
-        "dtype": request.dtype,
-        "grad_dtype": request.grad_dtype,
-        "param_dtype": request.param_dtype,
-        "clip": request.clip,
-        "attention": request.model.options.attention,
-        "mask": request.model.options.mask,
-        "dropout": request.model.options.dropout,
-        "stage_layers": [sum(unit.layer >= 0 for unit in units) for units in stages],
-        "placement": None if request.placement is None else list(request.placement),
-        **({} if strategy.context_balance == "zigzag" else {"context_balance": strategy.context_balance}),
-    }

@@ -61,8 +61,9 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "--context-balance none --stage-layers 3,2x2 "
         "--grad-reduce microbatch --dtype fp16 --grad-dtype bf16 --no-clip --vocab-multiple 64 --dropout --steps 2 "
         "--reshard-after-forward 2 --prefetch 2 --no-overlap-grad --param-dtype fp8 "
-        "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 "
-        f"--out {tmp_path / 't'} --force --json --placement {placement} --resume --jobs 3 --dask tcp://host:8786"
+        "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 --context ring "
+        f"--out {tmp_path / 't'} --force --json --placement {placement} --resume --jobs 3 --dask tcp://host:8786 "
+        "--expert-load zipf:1.1 --seed 3 --capacity-factor 1.25 --pad-to-capacity --alltoall p2p"
     )
     assert main(line.split()) == 0
     (model, options), (where, writing) = recorder.calls
@@ -78,12 +79,18 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "etp": 1,
         "vpp": 2,
         "dp_shard": 2,
+        "context": "ring",
         "batch": 16,
         "micro_batch": 2,
         "seq": 128,
         "schedule": "gpipe",
         "zero": 1,
         "recompute": "full",
+        "expert_load": "zipf:1.1",
+        "seed": 3,
+        "capacity_factor": 1.25,
+        "pad_to_capacity": True,
+        "alltoall": "p2p",
         "context_balance": "none",
         "stage_layers": [3, 2, 2],
         "reshard_after_forward": 2,

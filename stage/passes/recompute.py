@@ -150,9 +150,9 @@ def _rebuilt(block: Differentiated, nodes: tuple[Node, ...]) -> Differentiated:
     tensors, layouts = dict(block.backward.tensors), dict(block.backward.layouts)
     for name in (out for node in nodes if node.phase == "recompute" for out in node.outputs):
         old = name.removesuffix(".recomputed")
-        tensors[name] = tensors[old].named(name)
-        if old in layouts:
-            layouts[name] = layouts[old]
+        tensors[name] = block.forward.tensors[old].named(name)
+        if old in block.forward.layouts:
+            layouts[name] = block.forward.layouts[old]
     own = {out for node in nodes for out in node.outputs} | set(block.seeds)
     read = dict.fromkeys(name for node in nodes for name in node.inputs if name not in own)
     saved = tuple(name for name in read if tensors[name].role != "parameter")
