@@ -31,9 +31,12 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "zero": strategy.zero,
         "bucket_size": strategy.bucket_size,
         "overlap_grad": strategy.overlap_grad,
+        "reshard_after_forward": strategy.reshard_after_forward,
+        "prefetch": strategy.prefetch,
         "grad_reduce": request.grad_reduce,
         "dtype": request.dtype,
         "grad_dtype": request.grad_dtype,
+        "param_dtype": request.param_dtype,
         "clip": request.clip,
         "attention": request.model.options.attention,
         "mask": request.model.options.mask,
@@ -42,21 +45,8 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "placement": None if request.placement is None else list(request.placement),
         **({} if strategy.context == "all_gather" else {"context": strategy.context}),
         **({} if strategy.context_balance == "zigzag" else {"context_balance": strategy.context_balance}),
-        **_gathers(request),
         **_loads(request),
     }
-
-
-def _gathers(request: Request) -> dict[str, Any]:
-    """What the manifest says of gathered parameters where it is not the default."""
-    strategy, found = request.strategy, dict[str, Any]()
-    if request.param_dtype != request.dtype:
-        found["param_dtype"] = request.param_dtype
-    if strategy.reshard_after_forward is not True:
-        found["reshard_after_forward"] = strategy.reshard_after_forward
-    if strategy.prefetch != 1:
-        found["prefetch"] = strategy.prefetch
-    return found
 
 
 def _loads(request: Request) -> dict[str, Any]:

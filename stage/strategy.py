@@ -38,9 +38,9 @@ DIMS = (
     "seq",
 )
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
-GRAD_REDUCE = ("step", "microbatch")
 ALLTOALL = ("collective", "p2p")
 LARGEST_FACTOR = 1_000_000
+GRAD_REDUCE = ("step", "microbatch")
 CONTEXT_BALANCES = ("zigzag", "none")
 ARCHITECTURES = ("dense", "moe")
 
@@ -74,11 +74,11 @@ class Strategy:
     reshard_after_forward: bool | int = (
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
+    context: str = "all_gather"  # how attention meets keys of other cp ranks; `stage.context` has the forms
     prefetch: int = 1  # zero 3: how many blocks ahead of the compute parameters are gathered
     grad_reduce: str | None = (
         None  # gradients are reduced once a `step` or `microbatch`; None is by the zero stage
     )
-    context: str = "all_gather"  # how attention meets keys of other cp ranks; `stage.context` has the forms
     context_balance: str = "zigzag"  # parts of a sequence that have equal causal work, or "none": consecutive
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
     expert_load: str = BALANCED  # tokens of the experts: balanced, zipf:EXPONENT, or a file of histograms
@@ -267,9 +267,9 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "bucket_size": _integer(0),
     "dp_shard": _integer(1),
     "reshard_after_forward": _reshard,
+    "context": _context,
     "prefetch": _integer(0),
     "grad_reduce": _choice(GRAD_REDUCE),
-    "context": _context,
     "context_balance": _choice(CONTEXT_BALANCES),
     "bucket_first_stage": _flag,
     "fuse": _flag,
