@@ -32,14 +32,40 @@ SPARSE = ("pp", "edp", "ep", "etp")
         ({"dp": 8, "dp_shard": 1}, [("dp", 8)]),
         ({"dp": 16, "dp_shard": 8, "ep": 4}, [("dp_replicate", 2), ("dp_2", 2), ("ep", 4)]),
         ({"tp": 8, "kv_heads": 2}, [("tp_kv", 2), ("tp_rep", 4)]),
+        ({"tp": 8, "tp_x": 2}, [("tp_y", 4), ("tp_x", 2)]),
+        ({"tp": 8, "tp_x": 8}, [("tp", 8)]),
+        ({"tp": 8, "tp_x": 4, "kv_heads": 2}, [("tp_y", 2), ("tp_x", 4)]),
+        ({"tp": 8, "tp_x": 4, "kv_heads": 4}, [("tp_y", 2), ("tp_2", 2), ("tp_rep", 2)]),
         ({"tp": 8, "kv_heads": 1}, [("tp", 8)]),
         ({"tp": 8, "kv_heads": 32}, [("tp", 8)]),
         ({"dp": 2, "tp": 4, "kv_heads": 2, "ep": 8}, [("dp", 2), ("tp_kv", 2), ("tp_rep", 2)]),
         ({"dp": 2, "tp": 4, "kv_heads": 2, "etp": 2, "ep": 4}, [("dp", 2), ("tp_kv", 2), ("etp", 2)]),
+        ({"cp": 4, "tp": 2, "kv_heads": 8, "ulysses": 4}, [("cp", 4), ("tp", 2)]),
+        ({"cp": 4, "tp": 2, "kv_heads": 4, "ulysses": 4}, [("cp_rep", 2), ("cp_kv", 2), ("tp", 2)]),
+        ({"cp": 4, "tp": 4, "kv_heads": 2, "ulysses": 4}, [("cp", 4), ("tp_kv", 2), ("tp_rep", 2)]),
+        ({"cp": 8, "ulysses": 2}, [("cp_ring", 4), ("cp_ulysses", 2)]),
+        (
+            {"dp": 2, "cp": 8, "kv_heads": 2, "ulysses": 4, "ep": 8},
+            [("dp", 2), ("cp_ring", 2), ("cp_rep", 2), ("cp_kv", 2)],
+        ),
     ],
 )
 def test_atoms_refine_all_views(degrees: dict[str, int], atoms: list[tuple[str, int]]) -> None:
     assert list(build_mesh(**degrees).atoms) == atoms
+
+
+def test_parts_of_cp_have_names_in_every_refinement() -> None:
+    mesh = build_mesh(cp=8, tp=2, kv_heads=4, ulysses=4)
+    names = {name: mesh.expand(name) for name in ("cp", "cp_ring", "cp_ulysses", "cp_kv", "cp_rep")}
+    assert names == {
+        "cp": ("cp_ring", "cp_rep", "cp_kv"),
+        "cp_ring": ("cp_ring",),
+        "cp_ulysses": ("cp_rep", "cp_kv"),
+        "cp_kv": ("cp_kv",),
+        "cp_rep": ("cp_rep",),
+    }
+    assert build_mesh(cp=8, ulysses=8).expand(["cp_ring", "cp_ulysses", "cp_rep"]) == ("cp",)
+    assert "cp_ring" not in dict(build_mesh(cp=8).axes)
 
 
 def test_axes_name_runs_of_atoms() -> None:
@@ -52,6 +78,8 @@ def test_axes_name_runs_of_atoms() -> None:
         "edp": ("edp",),
         "ep": ("dp_shard", "cp", "tp_kv"),
         "etp": ("etp",),
+        "tp_y": ("tp_kv", "etp"),
+        "tp_x": (),
         "tp_kv": ("tp_kv",),
         "tp_rep": ("etp",),
         "dp_replicate": ("edp",),
@@ -164,6 +192,7 @@ def test_groups_of_many_ranks_are_fast() -> None:
             "ep x etp = 3 does not divide dp x cp x tp = 4, the ranks that share the experts; "
             "choose an ep x etp that divides it",
         ),
+        ({"tp": 6, "tp_x": 4}, "tp_x = 4 does not divide tp = 6; choose a tp_x that divides it"),
         ({"dp": 6, "dp_shard": 4}, "dp_shard = 4 does not divide dp = 6; choose a dp_shard that divides it"),
         (
             {"tp": 8, "kv_heads": 3},
@@ -173,6 +202,16 @@ def test_groups_of_many_ranks_are_fast() -> None:
         (
             {"dp": 2, "cp": 3, "tp": 2, "ep": 4},
             "cp 3 x tp 2 = 6 ranks and ep 4 = 4 ranks do not divide one another, but both are blocks of "
+            "consecutive ranks; choose degrees so that one is a multiple of the other",
+        ),
+        (
+            {"cp": 4, "tp": 2, "kv_heads": 6, "ulysses": 2},
+            "kv_heads = 6 and tp x ulysses = 4 do not divide one another; choose a tp x ulysses that divides "
+            "kv_heads, or is a multiple of it",
+        ),
+        (
+            {"cp": 6, "ulysses": 3, "ep": 2},
+            "ulysses 3 = 3 ranks and ep 2 = 2 ranks do not divide one another, but both are blocks of "
             "consecutive ranks; choose degrees so that one is a multiple of the other",
         ),
         (
@@ -194,7 +233,7 @@ def test_unknown_and_repeated_names() -> None:
         mesh.degree("sp")
     assert str(caught.value) == (
         "axis 'sp' is not in the mesh; "
-        "use one of pp dp cp tp edp ep etp tp_kv tp_rep dp_replicate dp_shard world dp_2"
+        "use one of pp dp cp tp edp ep etp tp_y tp_x tp_kv tp_rep dp_replicate dp_shard world dp_2"
     )
     with pytest.raises(MeshError) as caught:
         mesh.expand(["dp", "ep"])
@@ -215,3 +254,10 @@ def test_an_axis_is_a_run_of_consecutive_atoms() -> None:
     for axis in (("x", ("a", "c")), ("x", ("b", "a")), ("a", ("a", "b"))):
         with pytest.raises(AssertionError):
             Mesh(atoms, (axis,))
+
+
+def test_index_is_the_place_in_a_row_of_the_groups() -> None:
+    mesh = build_mesh(pp=2, dp=3, cp=2, tp=4, kv_heads=2)
+    for names in (["tp", "dp"], ["tp_kv", "cp"], []):
+        for row in mesh.groups(names).tolist():
+            assert [mesh.index(names, mesh.coordinates(rank)) for rank in row] == list(range(len(row)))

@@ -9,7 +9,9 @@ from stage.ops import (
     loss,
     moe,
     norm,
+    norm_sharded,
     pointwise,
+    ring,
     view,
 )
 from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, get_op, register, registered
@@ -29,8 +31,10 @@ __all__ = [
     "loss",
     "moe",
     "norm",
+    "norm_sharded",
     "pointwise",
     "register",
     "registered",
+    "ring",
     "view",
 ]

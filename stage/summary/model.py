@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from math import gcd
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from stage.counting import count_block_flops, count_block_parameters, count_para
 from stage.errors import StageError
 from stage.graph import Options
 from stage.model import Model, SizeValue
-from stage.request import Request, resolve_request
+from stage.pipeline.stages import cut
+from stage.request import Request, resolve_degrees, resolve_request
 from stage.sizes import build_model
 from stage.strategy import Strategy
 from stage.summary.forms import closed_forms
@@ -59,6 +60,7 @@ def model_summary(
         return report
     shape = {"seq": seq, "mask": mask, "attention": attention, "mtp": mtp, "sizes": sizes or None}
     request = _request(target, model, strategy, {**shape, **given})
+    cut(request.model, request.pipeline, request.stage_layers)  # refuses layers that stages can not share
     return {**report, "closed_forms": closed_forms(request)}
 
 
@@ -99,9 +101,14 @@ def _request(
     """The job of these options, or where they have no degrees one in which every axis of the strategy has a degree."""
     if isinstance(strategy, str | Path):
         strategy = load_strategy(strategy)
-    if isinstance(strategy, Strategy) and not options.keys() & {*AXES, "gpus", "dp_shard"}:
+    if isinstance(strategy, Strategy) and not options.keys() & {*AXES, "gpus", "dp_shard", "tp_x"}:
         options |= _example(strategy, model)
-    return resolve_request(target, strategy, **options)
+    given = {axis: options.get(axis, None if axis == "dp" else 1) for axis in AXES}
+    degrees = resolve_degrees(given, options.get("gpus"))
+    enough = (
+        2 * degrees["pp"] * degrees["dp"]
+    )  # sequences, one a micro-batch, so that every schedule has enough
+    return resolve_request(target, strategy, **{"batch": enough * options.get("micro_batch", 1), **options})
 
 
 def _example(strategy: Strategy, model: Model) -> dict[str, int]:
@@ -111,9 +118,11 @@ def _example(strategy: Strategy, model: Model) -> dict[str, int]:
     """
     used = {axis for _, axes in strategy.shard for axis in axes}
     degrees: dict[str, int] = {axis: 2 for axis in ("cp", "tp") if axis in used and axis in strategy.mesh}
+    if strategy.tp_x > 1:
+        degrees["tp"] = gcd(model.values.get("heads", 1), 2 * strategy.tp_x)
     degrees["dp"] = 4 if "ep" in used or strategy.dp_shard is not None else 2
     if strategy.dp_shard is not None:
         degrees["dp_shard"] = 2
     if "ep" in used and "experts" in model.values:
-        degrees["ep"] = gcd(model.values["experts"], 8)
+        degrees["ep"] = gcd(model.values["experts"], prod(degrees.values()) // 2)
     return degrees

@@ -6,21 +6,25 @@ of one rank's trace, every other byte is the same on all ranks, and every rank i
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
 from stage.trace.classes import RankClasses
+from stage.trace.decode import read_messages
 from stage.trace.expand import ClassImage
 from stage.trace.image import PEER_WIDTH, Ints
 from stage.trace.peer import Peer
 from stage.trace.report import Findings
-from stage.trace.spans import GROUP_NAME, Span, communication_spans, span_value
-from stage.trace.verify_node import RECV, SEND
+from stage.trace.spans import ENDS, GROUP_NAME, Span, communication_spans, span_value
+from stage.trace.unread import is_unread
+from stage.trace.verify_node import COLL, RECV, SEND
 from stage.trace.verify_record import RankRecord
 
 __all__ = ["ClassPatches", "tables_fit"]
 
 Axes = tuple[str, ...]
+USUAL = {COLL: frozenset({GROUP_NAME}), SEND: frozenset(ENDS), RECV: frozenset(ENDS)}
 OTHER_END = {SEND: b"comm_dst", RECV: b"comm_src"}
 ROOM = range(1, 6)
 """Bytes that the length of a group's name may take."""
@@ -59,6 +63,7 @@ class ClassPatches:
     findings: Findings
     spans: dict[int, Span] = field(default_factory=dict)
     patched: dict[int, Axes | Peer] = field(default_factory=dict)
+    unread: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def image(self) -> ClassImage:
@@ -108,12 +113,26 @@ class ClassPatches:
         for start in rows[:, 0].tolist() if rows.size else ():
             span = self.spans.get(start)
             fits = whole and span is not None and span.stop - start == width
-            if span is None or not fits or (span.name == GROUP_NAME) == isinstance(key, Peer):
+            if whole and span is None and self._lacks(start, start + width):
+                self.unread.append((start, start + width))
+            elif span is None or not fits or (span.name == GROUP_NAME) == isinstance(key, Peer):
                 self._refuse(f"byte {start} is set to the {what}, but it is not where such a field stands")
             elif start in self.patched:
                 self._refuse(f"byte {start} is set twice, the second time to the {what}")
             else:
                 self.patched[start] = key
+
+    def _lacks(self, start: int, stop: int) -> bool:
+        """Whether bytes are an attribute that their node lacks, and may, since it has another name.
+
+        By its old name a reader does not find it, whatever the rank has there.
+        """
+        for node, bounds in enumerate(islice(read_messages(self.data), 1, None)):
+            if bounds[0] <= start and stop <= bounds[1]:
+                found = {span.name for span in self.spans.values() if span.node == node}
+                usual = USUAL.get(self.record.structure.kinds[node], frozenset())
+                return found < usual and is_unread(self.data, bounds, (start, stop))
+        return False
 
     def _refuse(self, text: str) -> None:
         self.findings.add(self.record.rank, None, "patch", text)
@@ -128,8 +147,8 @@ class ClassPatches:
             if len(data) == len(self.data)
             else np.zeros(1, np.bool_)
         )
-        for start in self.patched:
-            same[start : self.spans[start].stop] = True
+        for start, stop in (*((start, self.spans[start].stop) for start in self.patched), *self.unread):
+            same[start:stop] = True
         if not same.all():
             self.findings.add(
                 rank, None, "patch", "differs from other ranks of its class in more than groups and peers"
