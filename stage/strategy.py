@@ -16,9 +16,12 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from stage.context import Context, parse_context
 from stage.errors import StrategyError
+from stage.load_option import BALANCED, check_expert_load
+from stage.recomputation import NO_RECOMPUTATION, Recomputation, parse_recomputation
 
-__all__ = ["AXES", "DIMS", "MESH", "RECOMPUTE", "SCHEDULES", "Strategy", "parse_strategy"]
+__all__ = ["AXES", "DIMS", "MESH", "SCHEDULES", "Strategy", "parse_strategy"]
 
 MESH = ("pp", "dp", "cp", "tp")
 AXES = ("dp", "cp", "tp", "edp", "ep", "etp")
@@ -35,7 +38,9 @@ DIMS = (
     "seq",
 )
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
-RECOMPUTE = ("none", "full", "selective")
+ALLTOALL = ("collective", "p2p")
+LARGEST_FACTOR = 1_000_000
+GRAD_REDUCE = ("step", "microbatch")
 CONTEXT_BALANCES = ("zigzag", "none")
 ARCHITECTURES = ("dense", "moe")
 
@@ -59,7 +64,7 @@ class Strategy:
     mesh: tuple[str, ...] = MESH
     schedule: str = "1f1b"
     vpp: int | None = None  # virtual stages a rank; None is the least that the schedule can have
-    recompute: str = "none"
+    recompute: Recomputation = NO_RECOMPUTATION
     zero: int = 0  # sharded over data parallel ranks: 1 optimizer states, 2 also gradients, 3 also parameters
     regather: tuple[str, ...] = ()  # axes whose gathered inputs are gathered again in backward, not kept
     overlap_grad: bool = False  # a bucket's gradients are reduced as soon as they are complete
@@ -69,8 +74,18 @@ class Strategy:
     reshard_after_forward: bool | int = (
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
+    context: str = "all_gather"  # how attention meets keys of other cp ranks; `stage.context` has the forms
+    prefetch: int = 1  # zero 3: how many blocks ahead of the compute parameters are gathered
+    grad_reduce: str | None = (
+        None  # gradients are reduced once a `step` or `microbatch`; None is by the zero stage
+    )
     context_balance: str = "zigzag"  # parts of a sequence that have equal causal work, or "none": consecutive
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
+    expert_load: str = BALANCED  # tokens of the experts: balanced, zipf:EXPONENT, or a file of histograms
+    seed: int | None = None  # which experts a drawn load makes popular; None is 0
+    capacity_factor: float | None = None  # an expert drops what exceeds so many times its balanced share
+    pad_to_capacity: bool = False  # every expert computes its capacity, whatever it got
+    alltoall: str = "collective"  # or "p2p": its pairwise sends and receives
     default_for: tuple[str, ...] = ()  # architectures that take this strategy when none is named
 
     def __post_init__(self) -> None:
@@ -80,10 +95,21 @@ class Strategy:
                     f"strategy {self.name}: [shard] uses {axis}, which is not in mesh = {list(self.mesh)}; "
                     "add it there"
                 )
+        if self.zero < 3 and (self.reshard_after_forward is not True or self.prefetch != 1):
+            key = "prefetch" if self.prefetch != 1 else "reshard_after_forward"
+            raise StrategyError(
+                f"strategy {self.name}: {key} = {str(getattr(self, key)).lower()} is of gathered parameters, but "
+                f"zero = {self.zero} gathers none before a block runs; set zero = 3, or leave it out"
+            )
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes that may shard `dim`, major first; none for a dim that the table does not have."""
         return dict(self.shard).get(dim, ())
+
+    @property
+    def contexts(self) -> Context:
+        """How attention meets the keys of other ranks."""
+        return parse_context(self.context)
 
     def replace(self, **options: object) -> "Strategy":
         """This strategy with the options that are not None set, checked as the file's keys are."""
@@ -128,6 +154,14 @@ def _text(value: object, where: str) -> str:
     return value
 
 
+def _context(value: object, where: str) -> str:
+    text = _text(value, where)
+    try:
+        return parse_context(text).name
+    except StrategyError as err:
+        raise StrategyError(f"{where.removesuffix('context')}{err}") from err
+
+
 def _flag(value: object, where: str) -> bool:
     if not isinstance(value, bool):
         raise StrategyError(f"{where} is {value!r}; true or false is expected")
@@ -147,12 +181,25 @@ def _integer(low: int, high: int | None = None) -> Callable[[object, str], int]:
     return check
 
 
+def _factor(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_FACTOR:
+        raise StrategyError(f"{where} is {value!r}; a number above 0 and up to {LARGEST_FACTOR} is expected")
+    return float(value)
+
+
 def _reshard(value: object, where: str) -> bool | int:
     return (
         value
         if isinstance(value, bool)
         else _integer(2)(value, f"{where} (true, false or a number of ranks)")
     )
+
+
+def _recompute(value: object, where: str) -> Recomputation:
+    try:
+        return value if isinstance(value, Recomputation) else parse_recomputation(_text(value, where))
+    except StrategyError as err:
+        raise StrategyError(f"{where.removesuffix('recompute')}{err}") from None
 
 
 def _choice(known: tuple[str, ...]) -> Callable[[object, str], str]:
@@ -213,15 +260,23 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "shard": _shard,
     "schedule": _choice(SCHEDULES),
     "vpp": _integer(1),
-    "recompute": _choice(RECOMPUTE),
+    "recompute": _recompute,
     "zero": _integer(0, 3),
     "regather": _names(AXES, "axis"),
     "overlap_grad": _flag,
     "bucket_size": _integer(0),
     "dp_shard": _integer(1),
     "reshard_after_forward": _reshard,
+    "context": _context,
+    "prefetch": _integer(0),
+    "grad_reduce": _choice(GRAD_REDUCE),
     "context_balance": _choice(CONTEXT_BALANCES),
     "bucket_first_stage": _flag,
     "fuse": _flag,
+    "expert_load": check_expert_load,
+    "seed": _integer(0, (1 << 63) - 1),
+    "capacity_factor": _factor,
+    "pad_to_capacity": _flag,
+    "alltoall": _choice(ALLTOALL),
     "default_for": _names(ARCHITECTURES, "architecture"),
 }

@@ -4,18 +4,19 @@ model -> graph of each kind of block -> sharded -> differentiated -> recomputati
 -> stages -> programs -> trace set
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import stage
+from stage.describe import describe
 from stage.errors import StrategyError
 from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
 from stage.passes.fuse import fuse
 from stage.passes.recompute import recompute
+from stage.passes.ring import circulate, expand_ring
 from stage.passes.shard import rest_layout, shard
 from stage.pipeline.schedules import get_schedule
 from stage.pipeline.stages import Unit, cut
@@ -24,14 +25,16 @@ from stage.strategy import Strategy
 from stage.symbols import dtype_bytes, size
 from stage.tensor import Dim, Tensor
 from stage.trace.buckets import Bucket, plan_buckets
-from stage.trace.capacity import check_capacity
+from stage.trace.capacity import check_capacity, check_tags
+from stage.trace.concrete import Concrete
 from stage.trace.image import NameStyle
 from stage.trace.kind import BlockKind
-from stage.trace.lower import Concrete
 from stage.trace.parameters import Parameter, Sharding
 from stage.trace.partition import STAGES, Partition
 from stage.trace.plan import StagePlan, StepPlan, UnitPlan
 from stage.trace.program import Program
+from stage.trace.queries import query_atoms
+from stage.trace.routing import Routing, make_routing
 from stage.trace.stage_program import stage_program
 from stage.traceset import Job, TraceSet
 
@@ -55,23 +58,33 @@ def synthesize(
     return TraceSet.of(job(request))
 
 
+Kinds = dict[tuple[Block, bool], BlockKind]
+"""By the block, and whether it is recomputed."""
+
+
 def sharded_block(request: Request, block: Block) -> Differentiated:
-    """A block's forward and backward graphs on the request's mesh, with recomputation as asked."""
+    """A block's forward and backward graphs on the request's mesh; a layer's with recomputation as asked."""
+    both = differentiated_block(request, block)
+    return recompute(both, request.strategy.recompute) if block in request.model.layers else both
+
+
+def differentiated_block(request: Request, block: Block) -> Differentiated:
+    """A block's forward and backward graphs on the request's mesh, where nothing is recomputed."""
     mesh, strategy = request.mesh, request.strategy
     sizes = symbol_values(request)
     whole = request.model.graph(block)
-    graph = shard(fuse(whole) if strategy.fuse else whole, strategy.shard, mesh, sizes)
+    if strategy.contexts.circulates:
+        whole = circulate(whole)
+    graph = shard(fuse(whole) if strategy.fuse else whole, request.table, mesh, sizes)
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
-    if strategy.recompute != "none" and block in request.model.layers:
-        both = recompute(both, strategy.recompute)
-    return both
+    return expand_ring(both, mesh, sizes, consecutive=strategy.context_balance == "none")
 
 
 def symbol_values(request: Request) -> dict[str, int]:
     """A value for every size symbol; `sources` is how many parts the slots of an expert come from."""
     tokens = Tensor("tokens", (Dim("batch", size("batch")), Dim("seq", size("seq"))))
     values, mesh = dict(request.sizes), request.mesh
-    rest = rest_layout(tokens, request.strategy.shard, mesh, values)
+    rest = rest_layout(tokens, request.table, mesh, values)
     parts = {*rest.sharding, *mesh.expand(request.strategy.axes("slots"))}
     return values | {"sources": mesh.degree(parts)}
 
@@ -79,7 +92,8 @@ def symbol_values(request: Request) -> dict[str, int]:
 def job(request: Request) -> Job:
     """Everything a trace set needs, computed once for each kind of block and each stage."""
     model, mesh = request.model, request.mesh
-    widths = {"compute": dtype_bytes(request.dtype), "gradient": dtype_bytes(request.grad_dtype)}
+    dtypes = {"compute": request.dtype, "gradient": request.grad_dtype, "parameter": request.param_dtype}
+    widths = {use: dtype_bytes(dtype) for use, dtype in dtypes.items()}
     check_capacity(
         ranks=mesh.world,
         layers=len(model.layers),
@@ -92,13 +106,21 @@ def job(request: Request) -> Job:
         mesh,
         {"compute": request.dtype, "gradient": request.grad_dtype},
         consecutive=request.strategy.context_balance == "none",
+        pairwise=request.strategy.alltoall == "p2p",
     )
-    kinds = {block: _kind(request, block, concrete) for block in dict.fromkeys(model.blocks)}
+    stages = cut(model, request.pipeline, request.stage_layers, request.strategy.recompute)
+    kinds = _kinds(request, stages, concrete)
     step = _step_plan(request, kinds, widths, concrete)
-    stages = cut(model, request.pipeline, request.stage_layers)
     classes = Partition.of(mesh, [atom for kind in kinds.values() for atom in kind.variants])
-    _check_balance(request, classes)
+    _check_balance(request, kinds.values())
     places = [classes.coordinates(number) for number in range(classes.count)]
+    check_tags(
+        micro_batches=request.micro_batches,
+        steps=request.steps,
+        chunks=request.pipeline.chunks,
+        blocks=len(model.blocks),
+        messages=max(kind.templates(places[0]).messages for kind in kinds.values()),
+    )
     programs = tuple(_program(place, stages, kinds, step, request) for place in places)
     digits = NameStyle(
         len(str(len(model.layers) - 1)),
@@ -109,20 +131,46 @@ def job(request: Request) -> Job:
     return Job(mesh, programs, digits, describe(request, stages), placement, classes.axes)
 
 
-def _kind(request: Request, block: Block, concrete: Concrete) -> BlockKind:
+def _kinds(request: Request, stages: list[list[Unit]], concrete: Concrete) -> Kinds:
+    """Each kind of block, lowered; one of which some layers are recomputed and some not is differentiated once."""
+    blocks = dict.fromkeys(request.model.blocks)
+    plain = {block: differentiated_block(request, block) for block in blocks}
+    kinds: Kinds = {}
+    for block, again in dict.fromkeys(unit.kind for units in stages for unit in units):
+        both = recompute(plain[block], request.strategy.recompute) if again else plain[block]
+        kinds[block, again] = _kind(request, block, both, concrete)
+    return kinds
+
+
+def _kind(request: Request, block: Block, both: Differentiated, concrete: Concrete) -> BlockKind:
+    strategy = request.strategy
     own = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
+    routings: tuple[Routing, ...] = ()
+    if request.expert_load is not None and any("experts" in p.dim_names for p in both.forward.parameters):
+        graphs, factor, padded = (
+            (both.forward, both.backward),
+            strategy.capacity_factor,
+            strategy.pad_to_capacity,
+        )
+        routings = tuple(
+            make_routing(row, graphs, concrete.sizes, request.mesh, factor, padded=padded)
+            for row in request.expert_load.rows
+        )
     return BlockKind(
-        sharded_block(request, block),
+        both,
         concrete,
         numbers=(*own, *request.pipeline.marks),
         gathered=_gathered(request),
-        split=get_schedule(request.strategy.schedule).splits,
+        split=get_schedule(strategy.schedule).splits,
+        routings=routings,
     )
 
 
-def _check_balance(request: Request, classes: Partition) -> None:
+def _check_balance(request: Request, kinds: Iterable[BlockKind]) -> None:
     """A `StrategyError` where work is to be left unbalanced that is not uneven."""
-    if request.strategy.context_balance != "none" or set(classes.axes) - {STAGES}:
+    if request.strategy.context_balance != "none":
+        return
+    if any(query_atoms((kind.both.forward, kind.both.backward)) for kind in kinds):
         return
     why = (
         "attention has no causal mask"
@@ -141,13 +189,11 @@ def _gathered(request: Request) -> bool:
     return zero == 3 or (zero > 0 and request.steps > 1)
 
 
-def _step_plan(
-    request: Request, kinds: Mapping[Block, BlockKind], widths: Mapping[str, int], concrete: Concrete
-) -> StepPlan:
+def _step_plan(request: Request, kinds: Kinds, widths: Mapping[str, int], concrete: Concrete) -> StepPlan:
     model, strategy, mesh = request.model, request.strategy, request.mesh
     x = model.graph(model.layers[0]).tensors["x"]
     message = (
-        concrete.local(x, rest_layout(x, strategy.shard, mesh, concrete.sizes)).elements * widths["compute"]
+        concrete.local(x, rest_layout(x, request.table, mesh, concrete.sizes)).elements * widths["compute"]
     )
     replicate = frozenset(mesh.expand(["dp_replicate"])) if strategy.dp_shard is not None else frozenset()
     sharding = Sharding(strategy.zero, replicate)
@@ -165,19 +211,21 @@ def _step_plan(
         message=message,
         dtype=request.dtype,
         grad_dtype=request.grad_dtype,
+        param_dtype=request.param_dtype,
         per_micro_batch=request.grad_reduce == "microbatch",
         overlap=strategy.overlap_grad,
         clip=request.clip,
         tied_elements=tied,
         experts=any(p.expert for kind in kinds.values() for p in kind.parameters),
         sharding=sharding,
+        prefetch=strategy.prefetch,
         reshard=reshard,
         mesh=mesh,
         widths=widths,
     )
 
 
-def _shared(request: Request, kinds: Mapping[Block, BlockKind]) -> list[Parameter]:
+def _shared(request: Request, kinds: Kinds) -> list[Parameter]:
     """Parameters that first and last block both have on different ranks.
 
     They are a tied token table, or that of a prediction module.
@@ -185,14 +233,14 @@ def _shared(request: Request, kinds: Mapping[Block, BlockKind]) -> list[Paramete
     pipeline, model = request.pipeline, request.model
     if pipeline.place(0)[0] == pipeline.place(pipeline.stages - 1)[0]:
         return []
-    names = {p.name for p in kinds[model.head].parameters}
-    return [p for p in kinds[model.embedding].parameters if p.name in names]
+    names = {p.name for p in kinds[model.head, False].parameters}
+    return [p for p in kinds[model.embedding, False].parameters if p.name in names]
 
 
 def _program(
     place: Mapping[str, int],
     stages: list[list[Unit]],
-    kinds: Mapping[Block, BlockKind],
+    kinds: Kinds,
     step: StepPlan,
     request: Request,
 ) -> Program:
@@ -214,49 +262,19 @@ def _program(
 
 
 def _unit_plans(
-    units: list[Unit], kinds: Mapping[Block, BlockKind], place: Mapping[str, int], request: Request
+    units: list[Unit], kinds: Kinds, place: Mapping[str, int], request: Request
 ) -> list[UnitPlan]:
     """The blocks of a rank; a parameter that two of them share belongs to the first."""
     seen: set[str] = set()
+    many = request.expert_load is not None and len(request.expert_load.rows) > 1
+    sparse = request.model.moe_layers if many else ()
     plans = []
     for unit in units:
-        kind = kinds[unit.block]
+        kind = kinds[unit.kind]
         own = tuple(p for p in kind.parameters if unit.layer >= 0 or p.name not in seen)
         seen.update(p.name for p in own if unit.layer < 0)
         head = unit.block == request.model.head
-        templates = kind.templates(place)
+        row = sparse.index(unit.layer) if many and kind.routings else 0
+        templates = kind.templates(place, row)
         plans.append(UnitPlan(unit.block.kind, unit.layer, templates, own, kind.parameters, head))
     return plans
-
-
-def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
-    """The inputs and what they resolved to, for the manifest."""
-    strategy = request.strategy
-    return {
-        "stage": stage.__version__,
-        "model": request.model.name,
-        "origin": Path(request.origin).name,
-        "strategy": strategy.name,
-        "sizes": dict(sorted({**request.model.sizes, **request.sizes}.items())),
-        "mesh": {**request.degrees, "atoms": [list(atom) for atom in request.mesh.atoms]},
-        "batch": request.batch,
-        "micro_batch": request.micro_batch,
-        "micro_batches": request.micro_batches,
-        "seq": request.seq,
-        "steps": request.steps,
-        "schedule": strategy.schedule,
-        "vpp": request.pipeline.chunks,
-        "recompute": strategy.recompute,
-        "zero": strategy.zero,
-        "bucket_size": strategy.bucket_size,
-        "grad_reduce": request.grad_reduce,
-        "dtype": request.dtype,
-        "grad_dtype": request.grad_dtype,
-        "clip": request.clip,
-        "attention": request.model.options.attention,
-        "mask": request.model.options.mask,
-        "dropout": request.model.options.dropout,
-        "stage_layers": [sum(unit.layer >= 0 for unit in units) for units in stages],
-        "placement": None if request.placement is None else list(request.placement),
-        **({} if strategy.context_balance == "zigzag" else {"context_balance": strategy.context_balance}),
-    }

@@ -8,13 +8,13 @@ import pytest
 import sympy
 
 import stage
-from stage.catalog import list_models, list_strategies, load_strategy
+from stage.catalog import list_models, load_strategy
 from stage.errors import StageError, TraceError
 from stage.strategy import Strategy
 from stage.summary import model_summary, trace_summary
 from stage.symbols import size
+from tests.small import PRESETS, STRATEGIES
 
-STRATEGIES = [strategy.name for strategy in list_strategies()]
 FAMILIES = [
     "gpt3-125m", "llama3-8b", "mistral-7b", "qwen2-7b", "qwen3-0.6b", "mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3",
 ]  # fmt: skip
@@ -227,6 +227,13 @@ def test_values_are_those_of_the_nodes_of_a_trace(model: str, strategy: str) -> 
         ("mixtral-8x7b", "megatron_moe", {"dp": 2, "tp": 4, "ep": 4, "etp": 2}),
         ("deepseek-v3", "megatron_moe", {"dp": 8, "cp": 2, "tp": 2, "ep": 16, "mtp": True}),
         ("gpt-oss-20b", "megatron_moe", {"tp": 2, "seq": 64}),  # a window wider than the sequence
+        ("gpt-oss-20b", load_strategy("megatron_sp").replace(context="ring"), {"cp": 4, "tp": 2}),
+        ("llama3-8b", load_strategy("megatron_sp").replace(context="ulysses"), {"cp": 4, "tp": 4}),
+        (
+            "llama3-8b",
+            load_strategy("megatron").replace(context="ring:2x2", recompute="selective"),
+            {"cp": 4},
+        ),
     ],
 )
 def test_values_agree_at_other_degrees_and_options(
@@ -255,7 +262,8 @@ def agree(model: str, strategy: str | Strategy, options: dict[str, Any]) -> None
                     assert nodes[entry["kind"], name, sent["phase"]] == (sent["bytes_value"],), name
                     seen += 1
         seen += gathered(entry, nodes)
-    assert seen == sum(kind != "optimizer" and "bucket" not in kind for kind, _, _ in nodes)
+    blocks = [name for kind, name, _ in nodes if kind != "optimizer" and "bucket" not in kind]
+    assert seen == sum(not name.endswith(".recv") for name in blocks)
     sums = [
         e["bytes_value"] * b["count"]
         for b in found["blocks"]
@@ -284,8 +292,13 @@ def gathered(entry: dict[str, Any], nodes: dict[tuple[str, str, str], tuple[Any,
     return own
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", [model.name for model in list_models()])
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        *((model.name, strategy) for model in list_models() for strategy in STRATEGIES),
+        *((model, strategy) for model in ("llama3-8b", "deepseek-v3") for strategy in PRESETS),
+    ],
+)
 def test_every_model_has_closed_forms_under_every_strategy(model: str, strategy: str) -> None:
     found = forms(model, strategy)
     assert found["parameters_value"] > 0

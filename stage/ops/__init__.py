@@ -10,6 +10,7 @@ from stage.ops import (
     moe,
     norm,
     pointwise,
+    ring,
     view,
 )
 from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, get_op, register, registered
@@ -32,5 +33,6 @@ __all__ = [
     "pointwise",
     "register",
     "registered",
+    "ring",
     "view",
 ]

@@ -5,6 +5,7 @@ block. `batch` is the sequences of one micro-batch over all ranks. Each expressi
 the nodes of a synthesized trace have.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,19 +15,26 @@ import sympy
 from stage.graph import Graph, Node
 from stage.model import Block
 from stage.ops import get_op
-from stage.ops.collective import is_collective
+from stage.ops.collective import COLLECTIVES
+from stage.ops.ring import EXCHANGE
 from stage.passes.backward import Differentiated
+from stage.passes.recompute import recompute
 from stage.passes.shard import rest_layout
+from stage.pipeline.stages import cut
 from stage.request import Request
+from stage.summary.activations import saved_activations
 from stage.summary.gradients import data_parallel, stored_parameters
 from stage.summary.symbolic import Local, tidy
 from stage.symbols import dtype_bytes
-from stage.synthesis import sharded_block, symbol_values
+from stage.synthesis import differentiated_block, symbol_values
 from stage.tensor import Size, Tensor, resolve_dtypes
 
 __all__ = ["block_forms", "closed_forms"]
 
 Entry = dict[str, Any]
+
+SENDING = (*COLLECTIVES, EXCHANGE)
+"""Ops that move data between devices; all others are kernels."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +70,29 @@ class _Pricing:
         }
 
     def sent(self, graph: Graph, node: Node) -> Size:
-        """Bytes that one device hands to a collective."""
-        tensor = self.tensors(graph, node.inputs[:1])[0]
-        return tidy(tensor.elements * self.width(tensor.dtype))
+        """Bytes that one device hands to a collective, or sends in a message."""
+        tensors = self.tensors(graph, node.inputs)
+        return tidy(sum((t.elements * self.width(t.dtype) for t in tensors), start=sympy.Integer(0)))
 
     def communication(self, graph: Graph) -> list[dict[str, Any]]:
-        """The collectives of a graph, those alike in one entry."""
+        """The collectives and messages of a graph, those alike in one entry."""
         found: dict[tuple[str, ...], dict[str, Any]] = {}
         for node in graph.nodes:
-            if not is_collective(node.op):
+            if node.op not in SENDING:
                 continue
-            axes, size = " x ".join(self.local.words(node.attrs["step"].axes)), self.sent(graph, node)
-            fresh = {"phase": node.phase, "kind": node.op, "axes": axes, "count": 0, "bytes": str(size)}
+            along = node.attrs["axes"] if node.op == EXCHANGE else node.attrs["step"].axes
+            axes, size = " x ".join(self.local.words(along)), self.sent(graph, node)
+            kind = "send" if node.op == EXCHANGE else node.op
+            fresh = {"phase": node.phase, "kind": kind, "axes": axes, "count": 0, "bytes": str(size)}
             fresh |= {"bytes_value": self.local.value(size), "nodes": []}
-            entry = found.setdefault((node.phase, node.op, axes, str(size)), fresh)
+            entry = found.setdefault((node.phase, kind, axes, str(size)), fresh)
             entry["count"] += 1
-            entry["nodes"].append(node.name)
+            entry["nodes"].append(f"{node.name}.send" if kind == "send" else node.name)
         return list(found.values())
 
     def phase(self, graph: Graph) -> dict[str, Any]:
         """The kernels of a graph, the sum of its matrix multiplications, and its collectives."""
-        kernels = [n for n in graph.nodes if get_op(n.op).kernel and not is_collective(n.op)]
+        kernels = [n for n in graph.nodes if get_op(n.op).kernel and n.op not in SENDING]
         ops = [self.op(graph, node) for node in kernels]
         return {
             "matmul_flops": str(self._total(graph, kernels)),
@@ -106,7 +116,7 @@ def pricing(request: Request) -> _Pricing:
     """How the ops of a request's sharded graphs are priced."""
     x = request.model.graph(request.model.layers[0]).tensors["x"]
     values = symbol_values(request)
-    rest = rest_layout(x, request.strategy.shard, request.mesh, values)
+    rest = rest_layout(x, request.table, request.mesh, values)
     local = Local(request.mesh, values, tuple(atom for axes in rest.dims for atom in axes))
     return _Pricing(local, {"compute": request.dtype, "gradient": request.grad_dtype})
 
@@ -121,11 +131,11 @@ def block_forms(
     parameters = stored_parameters(request, both.forward, price.local, skip)
     entry = {
         "kind": block.kind,
-        "count": request.model.blocks.count(block),
         "parameters": str(tidy(parameters)),
         "parameters_value": price.local.value(parameters),
         "forward": price.phase(both.forward),
         "backward": price.phase(both.backward),
+        "saved": saved_activations(both, price.local, price.width),
         "data_parallel": data_parallel(request, block, both.forward, price.local, skip),
     }
     return entry, parameters
@@ -137,16 +147,21 @@ def closed_forms(request: Request) -> dict[str, Any]:
     `degrees` are those of the request; `parts` are parts of axes that expressions name (`tp_kv`, `dp_shard`).
     """
     price = pricing(request)
+    policy, counts = request.strategy.recompute, _counts(request)
     blocks, parameters, seen = [], sympy.Integer(0), frozenset[str]()
-    for block in dict.fromkeys(request.model.blocks):
-        both = sharded_block(request, block)
+    for (block, again), count in counts.items():
+        both = differentiated_block(request, block)
+        both = recompute(both, policy) if again else both
         entry, own = block_forms(request, block, both, price, seen)
+        entry["count"] = count
+        if again and (block, False) in counts:
+            entry["kind"] += " (recomputed)"
         blocks.append(entry)
         parameters += entry["count"] * own
         if request.degrees["pp"] == 1:
             seen |= {t.name for t in both.forward.parameters if t.shared}
     x = request.model.graph(request.model.layers[0]).tensors["x"]
-    rest = rest_layout(x, request.strategy.shard, request.mesh, price.local.values)
+    rest = rest_layout(x, request.table, request.mesh, price.local.values)
     message = tidy(price.local.tensor(x, rest).elements * price.width(x.dtype))
     return {
         "strategy": request.strategy.name,
@@ -164,6 +179,15 @@ def closed_forms(request: Request) -> dict[str, Any]:
         "blocks": blocks,
         "message": {"bytes": str(message), "bytes_value": price.local.value(message)},
     }
+
+
+def _counts(request: Request) -> Counter[tuple[Block, bool]]:
+    """How many blocks there are of each kind, which are two kinds where some are recomputed and some not."""
+    model, policy = request.model, request.strategy.recompute
+    if policy.every == 1:
+        return Counter((block, block in model.layers) for block in model.blocks)
+    stages = cut(model, request.pipeline, request.stage_layers, policy)
+    return Counter(unit.kind for units in stages for unit in units)
 
 
 def _by_phase(blocks: list[Entry], entries: Callable[[Entry], list[Entry]]) -> list[Entry]:
