@@ -73,7 +73,9 @@ def contractions(model: str, attention: str, mask: str, mtp: bool) -> dict[str, 
 
 def recomputed(asked: Request, name: str) -> bool:
     """Whether a forward node of a layer runs again."""
-    return {"none": False, "full": True, "selective": "core" in name.split(".")}[asked.strategy.recompute]
+    return {"none": False, "full": True, "selective": "core" in name.split(".")}[
+        str(asked.strategy.recompute)
+    ]
 
 
 def work(asked: Request) -> int:

@@ -53,7 +53,7 @@ def gather_template(unit: UnitPlan, step: StepPlan, phase: str) -> Template:
         if axes:
             elements = shard_elements(group, step, shard) * (mesh.degree(shard) // mesh.degree(axes))
             name, after = f"parameters{suffix}.all_gather", (Ref("port", "free"),)
-            nodes.append(step.collective(name, "all_gather", elements, axes, after, phase, "compute"))
+            nodes.append(step.collective(name, "all_gather", elements, axes, after, phase, "parameter"))
     return Template(unit.kind, phase, chain(nodes), numbers=unit.templates.forward.numbers)
 
 
