@@ -14,6 +14,7 @@ from stage.mesh import Mesh, build_mesh
 from stage.model import Model, SizeValue
 from stage.pipeline.schedule import Pipeline
 from stage.pipeline.schedules import plan_pipeline
+from stage.precision import FP8
 from stage.sizes import build_model
 from stage.strategy import Strategy
 
@@ -107,6 +108,16 @@ def _check_experts(model: Model, degrees: Mapping[str, int]) -> None:
             )
 
 
+def _check_precision(strategy: Strategy, model: Model, dtype: str) -> None:
+    """A recipe of 8-bit training needs something to make 8 bits of, and its dispatch experts."""
+    if strategy.fp8 != "none" and dtype == FP8:
+        raise StrategyError(
+            f"dtype = {dtype} leaves nothing to the recipe fp8 = {strategy.fp8}; choose dtype bf16, fp16 or fp32"
+        )
+    if strategy.fp8_dispatch and not model.moe:
+        raise StrategyError(f"fp8_dispatch sends tokens to experts, but {model.name} has none; leave it out")
+
+
 def _check_heads(model: Model, tp: int) -> None:
     """Heads are shared out over tp, which must be said before KV heads are fitted to it."""
     heads = model.values.get("heads", tp)
@@ -182,6 +193,7 @@ def resolve_request(
     chosen.check_degrees(degrees)
     _check_experts(built, degrees)
     _check_heads(built, degrees["tp"])
+    _check_precision(chosen, built, dtype)
     if changes.get("dp_shard") is not None:
         _check_dp_shard(chosen.dp_shard, degrees["dp"])
     values = built.values

@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from stage.errors import StrategyError
+from stage.precision import RECIPES
 
 __all__ = ["AXES", "DIMS", "MESH", "RECOMPUTE", "SCHEDULES", "Strategy", "parse_strategy"]
 
@@ -36,6 +37,13 @@ DIMS = (
 )
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 RECOMPUTE = ("none", "full", "selective")
+FP8 = ("none", *RECIPES)
+STORED = (
+    "delayed",
+    "tensorwise",
+    "blockwise",
+)  # MXFP8 needs two copies of a weight, which are made behind the gather
+DISPATCHED = ("blockwise", "mxfp8")
 ARCHITECTURES = ("dense", "moe")
 
 
@@ -69,6 +77,9 @@ class Strategy:
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
+    fp8: str = "none"  # recipe by which products with weights are computed in 8 bits
+    fp8_param_gather: bool = False  # such weights are stored and gathered over data parallel ranks in 8 bits
+    fp8_dispatch: bool = False  # tokens and their gradients are sent to experts in 8 bits
     default_for: tuple[str, ...] = ()  # architectures that take this strategy when none is named
 
     def __post_init__(self) -> None:
@@ -78,6 +89,25 @@ class Strategy:
                     f"strategy {self.name}: [shard] uses {axis}, which is not in mesh = {list(self.mesh)}; "
                     "add it there"
                 )
+        self._check_precision()
+
+    def _check_precision(self) -> None:
+        """A `StrategyError` for what a recipe of 8-bit training does not allow."""
+        where = f"strategy {self.name}"
+        if self.fp8_param_gather and self.fp8 not in STORED:
+            raise StrategyError(
+                f"{where}: fp8_param_gather is not possible with fp8 = {self.fp8!r}, whose weights are gathered as "
+                f"they are; leave it out or choose fp8 from {_listed(STORED)}"
+            )
+        if self.fp8_param_gather and not self.zero:
+            raise StrategyError(
+                f"{where}: fp8_param_gather needs zero = 1, 2 or 3, for with zero = 0 nothing is gathered"
+            )
+        if self.fp8_dispatch and self.fp8 not in DISPATCHED:
+            raise StrategyError(
+                f"{where}: fp8_dispatch is not possible with fp8 = {self.fp8!r}, for scales must travel with their "
+                f"tokens; leave it out or choose fp8 from {_listed(DISPATCHED)}"
+            )
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes that may shard `dim`, major first; none for a dim that the table does not have."""
@@ -220,5 +250,8 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "reshard_after_forward": _reshard,
     "bucket_first_stage": _flag,
     "fuse": _flag,
+    "fp8": _choice(FP8),
+    "fp8_param_gather": _flag,
+    "fp8_dispatch": _flag,
     "default_for": _names(ARCHITECTURES, "architecture"),
 }

@@ -15,10 +15,12 @@ import stage
 from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
 from stage.passes.fuse import fuse
+from stage.passes.precision import Plan, drop_unread, quantize
 from stage.passes.recompute import recompute
 from stage.passes.shard import rest_layout, shard
 from stage.pipeline.schedules import get_schedule
 from stage.pipeline.stages import Unit, cut
+from stage.precision import FP8, RECIPES
 from stage.request import Request, resolve_request
 from stage.strategy import Strategy
 from stage.symbols import dtype_bytes, size
@@ -68,9 +70,22 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
     whole = request.model.graph(block)
     graph = shard(fuse(whole) if strategy.fuse else whole, strategy.shard, mesh, sizes)
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
+    quantised = strategy.fp8 != "none"
+    if quantised:
+        both = quantize(both, precision_plan(strategy), mesh, sizes)
     if strategy.recompute != "none" and block in request.model.layers:
         both = recompute(both, strategy.recompute)
-    return both
+    return drop_unread(both) if quantised else both
+
+
+def precision_plan(strategy: Strategy) -> Plan:
+    """How blocks are quantised: whole weights are kept over a step, but for those of FSDP."""
+    return Plan(
+        RECIPES[strategy.fp8],
+        cached=strategy.zero < 3,
+        stored=strategy.fp8_param_gather,
+        dispatch=strategy.fp8_dispatch,
+    )
 
 
 def symbol_values(request: Request) -> dict[str, int]:
@@ -85,7 +100,8 @@ def symbol_values(request: Request) -> dict[str, int]:
 def job(request: Request) -> Job:
     """Everything a trace set needs, computed once for each kind of block and each stage."""
     model, mesh = request.model, request.mesh
-    widths = {"compute": dtype_bytes(request.dtype), "gradient": dtype_bytes(request.grad_dtype)}
+    widths = {name: dtype_bytes(name) for name in (FP8, "uint8")}
+    widths |= {"compute": dtype_bytes(request.dtype), "gradient": dtype_bytes(request.grad_dtype)}
     check_capacity(
         ranks=mesh.world,
         layers=len(model.layers),
@@ -155,6 +171,7 @@ def _step_plan(
         experts=any(p.expert for kind in kinds.values() for p in kind.parameters),
         sharding=sharding,
         reshard=reshard,
+        delayed_scaling=strategy.fp8 == "delayed",
         mesh=mesh,
         widths=widths,
     )
@@ -205,9 +222,10 @@ def _unit_plans(units: list[Unit], kinds: Mapping[Block, _Kind], request: Reques
 
 
 def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
-    """The inputs and what they resolved to, for the manifest."""
+    """The inputs and what they resolved to, for the manifest; a recipe of 8-bit training only where there is one."""
     strategy = request.strategy
-    return {
+    keys = ("fp8", "fp8_param_gather", "fp8_dispatch") if strategy.fp8 != "none" else ()
+    return {key: getattr(strategy, key) for key in keys} | {
         "stage": stage.__version__,
         "model": request.model.name,
         "origin": Path(request.origin).name,

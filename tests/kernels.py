@@ -167,6 +167,15 @@ def norm_backward(call: Call) -> list[Floats]:
     ]
 
 
+def quantize(call: Call) -> list[Floats]:
+    """Copies as they are: what is tested is where they are and what is made of them, not rounding."""
+    return [call.operands[i].value for i in call.attrs["of"]]
+
+
+def amax(call: Call) -> list[Floats]:
+    return [np.asarray(max(np.abs(x.value).max() for x in call.operands))]
+
+
 def rope(call: Call) -> list[Floats]:
     """A rotation of the two halves of the last dim by an angle that grows with the position; backward, its inverse."""
     x = call.operands[0]
@@ -293,6 +302,6 @@ KERNELS: Mapping[str, Callable[[Call], list[Floats]]] = {
             join,
         ),
         *(attention, attention_backward, attention_softmax, attention_softmax_backward, pointwise, split),
-        *(pointwise_backward, add, reduce, dropout, dropout_backward),
+        *(pointwise_backward, add, reduce, dropout, dropout_backward, quantize, amax),
     )
-} | {"split_backward": split}
+} | {"split_backward": split, "requantize": quantize}

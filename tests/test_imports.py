@@ -21,6 +21,7 @@ LEVELS = (
     ("draft",),
     ("reshard",),
     ("tensor",),
+    ("precision",),
     ("ops",),
     ("graph",),
     ("hf", "modelfile", "strategy"),

@@ -86,6 +86,23 @@ BucketSize = Annotated[
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="Of parameters and activations.", rich_help_panel=STEP)]
 GradDtype = Annotated[str, typer.Option("--grad-dtype", help="Of gradients.", rich_help_panel=STEP)]
+Fp8 = Annotated[
+    str | None,
+    typer.Option(
+        "--fp8",
+        metavar="RECIPE",
+        help="Products in 8 bits; none, delayed, tensorwise, blockwise or mxfp8.",
+        rich_help_panel=STEP,
+    ),
+]
+Fp8ParamGather = Annotated[
+    bool | None,
+    typer.Option("--fp8-param-gather", help="Store and gather weights in 8 bits.", rich_help_panel=STEP),
+]
+Fp8Dispatch = Annotated[
+    bool | None,
+    typer.Option("--fp8-dispatch", help="Send tokens to experts in 8 bits.", rich_help_panel=STEP),
+]
 Clip = Annotated[
     bool, typer.Option("--clip/--no-clip", help="Reduce the norm of the gradients.", rich_help_panel=STEP)
 ]
@@ -135,6 +152,9 @@ class JobOptions:
     bucket_size: BucketSize = None
     dtype: Dtype = "bf16"
     grad_dtype: GradDtype = "fp32"
+    fp8: Fp8 = None
+    fp8_param_gather: Fp8ParamGather = None
+    fp8_dispatch: Fp8Dispatch = None
     clip: Clip = True
     dropout: Dropout = False
     vocab_multiple: VocabMultiple = None

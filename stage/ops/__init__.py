@@ -10,6 +10,7 @@ from stage.ops import (
     moe,
     norm,
     pointwise,
+    quantize,
     view,
 )
 from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, get_op, register, registered
@@ -30,6 +31,7 @@ __all__ = [
     "moe",
     "norm",
     "pointwise",
+    "quantize",
     "register",
     "registered",
     "view",

@@ -25,7 +25,7 @@ def recompute(block: Differentiated, policy: str) -> Differentiated:
 
     What only recomputed nodes made is no longer saved. Recomputed nodes have the phase `recompute`.
     """
-    chosen = [node for node in block.forward.nodes if POLICIES[policy](node)]
+    chosen = [node for node in block.forward.nodes if node.phase == "forward" and POLICIES[policy](node)]
     if not chosen:
         return block
     made = {out for node in chosen for out in node.outputs}

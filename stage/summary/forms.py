@@ -64,7 +64,7 @@ class _Pricing:
     def sent(self, graph: Graph, node: Node) -> Size:
         """Bytes that one device hands to a collective."""
         tensor = self.tensors(graph, node.inputs[:1])[0]
-        return tidy(tensor.elements * self.width(tensor.dtype))
+        return tidy(tensor.bytes(self.width))
 
     def communication(self, graph: Graph) -> list[dict[str, Any]]:
         """The collectives of a graph, those alike in one entry."""

@@ -16,6 +16,7 @@ from stage.trace.optimizer import adam_template, gather_bucket_template, update_
 from stage.trace.plan import StagePlan, StepPlan
 from stage.trace.program import NO_EARLIER, Assembly
 from stage.trace.reduction import bucket_key, reduction_template
+from stage.trace.scaling import rounding_template
 from stage.trace.template import Template
 
 __all__ = ["DataParallel"]
@@ -121,21 +122,33 @@ class DataParallel:
         template, ready = self.templates[key], -1
         if template.nodes:
             ready = self.assembly.place(template, grad=grad, reduced=reduced) + len(template.nodes) - 1
-        if not self._fsdp:
-            self._update(grad, reduced, ready)
+        adams = [] if self._fsdp else self._update(grad, reduced, ready)
+        self._gather_updated(adams, self._rounded())
         if self.step.sharding.zero:
             self.updated = self.assembly.last("comm")
 
-    def _update(self, grad: int, reduced: int, ready: int) -> None:
-        """Update each bucket, then gather those that are sharded."""
-        buckets = list(enumerate(self.plan.buckets))
-        adams = [
-            self._place(i, b, adam_template, "adam", grad=grad, reduced=reduced, ready=ready)
-            for i, b in buckets
+    def _update(self, grad: int, reduced: int, ready: int) -> list[int]:
+        """Update each bucket; the nodes that do."""
+        return [
+            self._place(i, bucket, adam_template, "adam", grad=grad, reduced=reduced, ready=ready)
+            for i, bucket in enumerate(self.plan.buckets)
         ]
-        for i, bucket in buckets:
+
+    def _rounded(self) -> int:
+        """Write weights that are stored in 8 bits; the last node before they can be gathered."""
+        key = ("rounding",)
+        if key not in self.templates:
+            self.templates[key] = rounding_template(self.plan, self.step)
+        if self.templates[key].nodes:
+            self.assembly.place(self.templates[key], adam=self.assembly.last("compute"))
+        return self.assembly.last("compute")
+
+    def _gather_updated(self, adams: list[int], rounded: int) -> None:
+        """Gather the buckets that are sharded."""
+        for i, bucket in enumerate(self.plan.buckets if adams else ()):
             if bucket.shard and self.step.sharding.zero:
-                self._place(i, bucket, gather_bucket_template, "gather", adam=adams[i])
+                after = adams[i] if bucket.dtype == "compute" else rounded
+                self._place(i, bucket, gather_bucket_template, "gather", adam=after)
 
     def _place(
         self, index: int, bucket: Bucket, make: Make, what: str, micro_batch: int = -1, **ports: int

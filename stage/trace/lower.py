@@ -12,10 +12,12 @@ from stage.errors import LayoutError
 from stage.graph import Graph, Node
 from stage.layout import Layout
 from stage.mesh import Mesh
-from stage.ops import get_op
+from stage.ops import Op, get_op
 from stage.ops.collective import is_collective
 from stage.passes.backward import Differentiated
+from stage.passes.precision import ONCE
 from stage.passes.split import split_backward
+from stage.precision import FP8
 from stage.symbols import dtype_bytes, exact
 from stage.tensor import Dim, Tensor, resolve_dtypes
 from stage.trace.template import Ref, Template, TemplateNode, chain
@@ -73,8 +75,11 @@ class _Lowering:
             return (Ref("port", "weights"),) if self.gathered else ()
         return self.outside(name)
 
-    def run(self) -> list[TemplateNode]:
+    def run(self, once: bool = False) -> list[TemplateNode]:
+        """The nodes of every micro-batch, or those that a block runs `once` a step."""
         for node in self.graph.nodes:
+            if (node.phase == ONCE) != once:
+                continue
             deps = tuple(dict.fromkeys(ref for name in node.inputs for ref in self.refs(name)))
             if not get_op(node.op).kernel:
                 made = deps
@@ -100,15 +105,15 @@ class _Lowering:
             flops=max(1, round(op.flops(attrs, ins, outs))),
             model_flops=round(credited),
             deps=deps,
-            dtype=resolve_dtypes(outs[0].dtype, self.concrete.dtypes),
-            phase=node.phase,
+            dtype=resolve_dtypes(_precision(op, ins, outs), self.concrete.dtypes),
+            phase="forward" if node.phase == ONCE else node.phase,
             matmul=op.is_matmul,
             shapes=_shapes(ins, outs),
         )
 
     def _collective(self, node: Node, deps: tuple[Ref, ...]) -> TemplateNode:
         tensor = self.tensor(node.inputs[0])
-        size = tensor.elements * self.concrete.width(tensor.dtype)
+        size = tensor.bytes(self.concrete.width)
         if size != int(size):
             raise LayoutError(
                 f"{tensor.name} has {tensor.elements} elements on a device: its tokens do not divide by the ranks that "
@@ -127,6 +132,11 @@ class _Lowering:
         )
 
 
+def _precision(op: Op, ins: list[Tensor], outs: list[Tensor]) -> str:
+    """What a kernel computes in: its result's dtype, but a product of quantised operands in theirs."""
+    return FP8 if op.is_matmul and ins[0].dtype == FP8 else outs[0].dtype
+
+
 def _shapes(ins: list[Tensor], outs: list[Tensor]) -> str:
     """Shapes of operands and results, as text: `4096x4096,4096x1024->4096x1024`."""
     text = [
@@ -137,12 +147,18 @@ def _shapes(ins: list[Tensor], outs: list[Tensor]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """The templates of a block; those of the split backward (`input` and `weight`) only where it was asked for."""
+    """The templates of a block; those of the split backward (`input` and `weight`) only where it was asked for.
+
+    `once` is what it runs before its first forward of a step. `products` are those in 8 bits of a forward, one for each
+    of a device's experts.
+    """
 
     forward: Template
     backward: Template
     input: Template | None = None
     weight: Template | None = None
+    once: Template | None = None
+    products: int = 0
 
 
 def lower(
@@ -161,9 +177,16 @@ def lower(
     """
     forward = block.forward
     x = forward.inputs[0]
-    ahead = _Lowering(forward, concrete, lambda name: (Ref("port", "x"),) if name == x else (), gathered)
+
+    def given(name: str) -> tuple[Ref, ...]:
+        return (Ref("port", "x"),) if name == x else ()
+
+    ahead = _Lowering(forward, concrete, given, gathered)
     nodes = chain(ahead.run())
     first = Template(forward.name, "forward", nodes, _single(ahead.refs(forward.outputs[0])), numbers=numbers)
+    begun = chain(_Lowering(forward, concrete, given, gathered).run(once=True))
+    once = Template(forward.name, "forward", begun, numbers=numbers) if begun else None
+    products = sum(_products(ahead, node) for node in forward.nodes)
 
     def outside(name: str) -> tuple[Ref, ...]:
         if name in block.seeds:
@@ -173,7 +196,7 @@ def lower(
     behind = _Lowering(block.backward, concrete, outside, gathered)
     backward = _backward(block, behind, numbers)
     if not split:
-        return Lowered(first, backward)
+        return Lowered(first, backward, once=once, products=products)
     parts = split_backward(block)
     early = _Lowering(parts.input, concrete, outside, gathered)
     inputs = _backward(block, early, numbers, "input")
@@ -182,7 +205,7 @@ def lower(
         return _handed(early, "input", name) if name in early.sources else outside(name)
 
     late = _Lowering(parts.weight, concrete, from_both, gathered)
-    return Lowered(first, backward, inputs, _backward(block, late, numbers, "weight"))
+    return Lowered(first, backward, inputs, _backward(block, late, numbers, "weight"), once, products)
 
 
 def _backward(
@@ -193,6 +216,14 @@ def _backward(
     cotangent = block.cotangents[0] if block.cotangents else None
     output = _single(lowering.refs(cotangent)) if cotangent and cotangent in lowering.graph.tensors else None
     return Template(block.forward.name, "backward", nodes, output, numbers, part)
+
+
+def _products(lowering: _Lowering, node: Node) -> int:
+    """How many products in 8 bits a node computes."""
+    tensors = [lowering.tensor(name) for name in node.inputs[:2]]
+    if not get_op(node.op).is_matmul or tensors[0].dtype != FP8:
+        return 0
+    return next((int(dim.size) for dim in tensors[1].dims if dim.name == "experts"), 1)
 
 
 def _handed(earlier: _Lowering, kind: str, name: str) -> tuple[Ref, ...]:

@@ -21,7 +21,8 @@ class StepPlan:
     not once. `overlap` starts a bucket's reduction when it is complete, not at the end. `tied_elements` are those of
     the token table whose gradient first and last stage sum, because both use it and stand on different ranks.
     `experts` says whether any stage has some. `reshard` are the axes over which gathered parameters are sharded again
-    between forward and backward; None are all that they were gathered over.
+    between forward and backward; None are all that they were gathered over. With `delayed_scaling` the scales of 8-bit
+    tensors come from largest values that are reduced after every forward and backward.
     """
 
     pipeline: Pipeline
@@ -37,6 +38,7 @@ class StepPlan:
     experts: bool
     sharding: Sharding
     reshard: tuple[str, ...] | None
+    delayed_scaling: bool
     mesh: Mesh
     widths: Mapping[str, int]
 
@@ -50,9 +52,11 @@ class StepPlan:
         phase: str,
         dtype: str = "gradient",
     ) -> TemplateNode:
-        """A collective of `elements` gradients (or parameters, with the dtype `compute`) a device."""
+        """A collective of `elements` gradients (or parameters, with another dtype) a device."""
         size, name_of = elements * self.widths[dtype], {"gradient": self.grad_dtype, "compute": self.dtype}
-        return TemplateNode(name, kind, kind, size, axes=axes, deps=deps, dtype=name_of[dtype], phase=phase)
+        return TemplateNode(
+            name, kind, kind, size, axes=axes, deps=deps, dtype=name_of.get(dtype, dtype), phase=phase
+        )
 
 
 @dataclass(frozen=True, slots=True)

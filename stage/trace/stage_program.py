@@ -14,6 +14,7 @@ from stage.pipeline.schedules import order
 from stage.trace.data_parallel import DataParallel
 from stage.trace.plan import StagePlan, StepPlan
 from stage.trace.program import NO_EARLIER, PIPELINE_PHASES, Assembly, Program
+from stage.trace.scaling import scaling_template
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
 __all__ = ["stage_program"]
@@ -38,6 +39,7 @@ class _Rank:
         self.plan, self.step, self.pipeline = plan, step, step.pipeline
         self.assembly = Assembly()
         self.data = DataParallel(plan, step, self.assembly)
+        self.products = sum(unit.templates.products for unit in plan.units)
         self.runs: dict[tuple[int, int], _Run] = {}
         self.handed: dict[tuple[int, int, int], int] = {}
 
@@ -60,11 +62,14 @@ class _Rank:
         weights = self.data.gather(units.start, i, "forward", self.assembly.last("compute"))
         for at in units:
             before = self.assembly.last("compute")
-            template = self.plan.units[at].templates.forward
+            once, template = self.plan.units[at].templates.once, self.plan.units[at].templates.forward
+            if once is not None and i == 0:
+                self._place(at, once, i, weights=weights)
             base = self._place(at, template, i, x=x, weights=weights)
             self.runs[at, i] = _Run(base, x)
             x = _output(template, base, x)
             weights = self.data.gather(at + 1, i, "forward", before)
+        self._agree_on_scales("forward", i)
         self._send(action.chunk, FORWARD, i, x)
 
     def _backward(self, action: Action) -> None:
@@ -84,7 +89,14 @@ class _Rank:
                 del self.runs[at, i]
                 self.data.complete(at, i)
             weights = ahead
+        self._agree_on_scales("backward", i)
         self._send(action.chunk, BACKWARD, i, dy)
+
+    def _agree_on_scales(self, phase: str, micro_batch: int) -> None:
+        """Delayed scaling: the largest values of all products of the rank are reduced after each run of a chunk."""
+        if self.step.delayed_scaling and self.products:
+            template = scaling_template(self.products, self.step, phase)
+            self.assembly.place(template, micro_batch=micro_batch)
 
     def _weights(self, action: Action) -> None:
         i = action.micro_batch
