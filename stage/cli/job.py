@@ -97,11 +97,17 @@ Fp8 = Annotated[
 ]
 Fp8ParamGather = Annotated[
     bool | None,
-    typer.Option("--fp8-param-gather", help="Store and gather weights in 8 bits.", rich_help_panel=STEP),
+    typer.Option(
+        "--fp8-param-gather/--no-fp8-param-gather",
+        help="Store and gather weights in 8 bits.",
+        rich_help_panel=STEP,
+    ),
 ]
 Fp8Dispatch = Annotated[
     bool | None,
-    typer.Option("--fp8-dispatch", help="Send tokens to experts in 8 bits.", rich_help_panel=STEP),
+    typer.Option(
+        "--fp8-dispatch/--no-fp8-dispatch", help="Send tokens to experts in 8 bits.", rich_help_panel=STEP
+    ),
 ]
 Clip = Annotated[
     bool, typer.Option("--clip/--no-clip", help="Reduce the norm of the gradients.", rich_help_panel=STEP)
