@@ -15,7 +15,7 @@ import stage
 from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
 from stage.passes.fuse import fuse
-from stage.passes.precision import Plan, drop_unread, quantize
+from stage.passes.precision import Precision, drop_unread, quantize
 from stage.passes.recompute import recompute
 from stage.passes.shard import rest_layout, shard
 from stage.pipeline.schedules import get_schedule
@@ -72,15 +72,15 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
     quantised = strategy.fp8 != "none"
     if quantised:
-        both = quantize(both, precision_plan(strategy), mesh, sizes)
+        both = quantize(both, precision(strategy), mesh, sizes)
     if strategy.recompute != "none" and block in request.model.layers:
         both = recompute(both, strategy.recompute)
     return drop_unread(both) if quantised else both
 
 
-def precision_plan(strategy: Strategy) -> Plan:
+def precision(strategy: Strategy) -> Precision:
     """How blocks are quantised: whole weights are kept over a step, but for those of FSDP."""
-    return Plan(
+    return Precision(
         RECIPES[strategy.fp8],
         cached=strategy.zero < 3,
         stored=strategy.fp8_param_gather,

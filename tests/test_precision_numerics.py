@@ -15,6 +15,7 @@ from stage.passes.backward import Differentiated
 from stage.precision import FP8, RECIPES
 from stage.synthesis import sharded_block, symbol_values
 from tests.executor import Executor, execute
+from tests.legality import Checker
 from tests.small import MESHES, fits, name_of, request
 from tests.test_numerics import check_backward, unsharded
 
@@ -43,6 +44,8 @@ def compare(model: str, strategy: str, mesh: dict[str, int], **options: Any) -> 
         vocab = (("vocab_multiple", 8 * job.degrees["tp"]),)
         both, ahead, behind, given, seed = unsharded(model, block.kind, job.sizes["batch"], vocab)
         shard = sharded_block(job, block)
+        checker = Checker(job.mesh, Executor(job.mesh, sizes, np.random.default_rng(0)))
+        assert not [*checker.defects(shard.forward), *checker.defects(shard.backward)]
         ahead_on, behind_on = execute(shard, job.mesh, sizes, given, seed)
         check_values(both, ahead, shard, ahead_on)
         check_backward(block, both, behind, shard, behind_on)

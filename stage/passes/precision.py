@@ -25,44 +25,24 @@ from stage.graph import Graph, Node
 from stage.layout import Layout
 from stage.mesh import Mesh
 from stage.passes.backward import Differentiated
+from stage.passes.origin import Origin, carried, find_origin
 from stage.passes.products import WEIGHT, Product, covered, find_products
 from stage.precision import COLUMN, FP8, ROW, Recipe
 from stage.step import Step
 from stage.symbols import exact
 from stage.tensor import Tensor
 
-__all__ = ["ONCE", "Plan", "drop_unread", "quantize"]
+__all__ = ["ONCE", "Precision", "drop_unread", "quantize"]
 
 ONCE = "once"
 """The phase of nodes that a block runs once a step, before its first forward."""
-
-GATHERS = frozenset({"all_gather", "vary"})
-DISPATCH = GATHERS | {"all_to_all", "permute", "permute_tokens", "sort_by_expert", "slice", "pad"}
 
 Names = tuple[str, ...]
 SUFFIX = {ROW: "fp8", COLUMN: "fp8_t"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
-    """Where an operand comes from: a source, and the nodes that moved it, first to last."""
-
-    source: str
-    chain: tuple[Node, ...]
-
-    @property
-    def gathered(self) -> frozenset[str]:
-        """The atoms over which it was gathered."""
-        return frozenset(a for node in self.chain if node.op == "all_gather" for a in node.attrs["step"].axes)
-
-    @property
-    def dispatched(self) -> bool:
-        """Whether its tokens were brought to their experts."""
-        return any(node.op == "permute_tokens" for node in self.chain)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Precision:
     """How a block is quantised.
 
     Weights are `cached` from the first micro-batch of a step on, or quantised wherever they are read; `stored` ones are
@@ -78,8 +58,11 @@ class Plan:
 class _Quantizer:
     """Both graphs of a block while they are rewritten; `nodes` and `phase` are those of the one whose turn it is."""
 
-    def __init__(self, block: Differentiated, plan: Plan, mesh: Mesh, sizes: Mapping[str, int]) -> None:
-        self.block, self.plan, self.recipe, self.mesh, self.sizes = block, plan, plan.recipe, mesh, sizes
+    def __init__(
+        self, block: Differentiated, precision: Precision, mesh: Mesh, sizes: Mapping[str, int]
+    ) -> None:
+        self.block, self.precision, self.recipe = block, precision, precision.recipe
+        self.mesh, self.sizes = mesh, sizes
         self.products = find_products(block.forward)
         self.parameters = {gradient: name for name, gradient in block.gradients.items()}
         self.tensors: dict[str, Tensor] = {**block.forward.tensors, **block.backward.tensors}
@@ -91,7 +74,7 @@ class _Quantizer:
         self.bypassed: set[str] = set()
 
     def run(self) -> Differentiated:
-        for name, product in self.products.items() if self.plan.stored else ():
+        for name, product in self.products.items() if self.precision.stored else ():
             tensor = self.tensors[name]
             scales = self.recipe.scales(product.matrix(WEIGHT, tensor), ROW, weight=True)
             self.tensors[name] = tensor.named(name, dtype=FP8, scales=scales)
@@ -123,20 +106,20 @@ class _Quantizer:
 
     def _reach(self, kind: str) -> str:
         """The graph whose nodes alone may read a copy, "" for both: whole weights that are not kept are made again."""
-        return self.phase if kind == WEIGHT and not self.plan.cached else ""
+        return self.phase if kind == WEIGHT and not self.precision.cached else ""
 
     def _weight(self, product: Product, kind: str, names: Names, copy: str) -> Names:
-        phase = ONCE if self.plan.cached else self.phase
-        if not self.plan.stored:
-            return self._quantized(product, kind, [_Origin(name, ()) for name in names], phase)[copy]
+        phase = ONCE if self.precision.cached else self.phase
+        if not self.precision.stored:
+            return self._quantized(product, kind, [Origin(name) for name in names], phase)[copy]
         if copy == COLUMN:
             return self._requantized(product, kind, names, phase)
-        if self.plan.cached:
+        if self.precision.cached:
             self._operand(product, kind, names, COLUMN)
         return names
 
     def _moved(self, product: Product, kind: str, names: Names, copy: str) -> Names:
-        origins = [self._origin(name) for name in names]
+        origins = [find_origin(name, self.producers, self.precision.dispatch) for name in names]
         for name, origin in zip(names, origins, strict=True):
             self._check(product, kind, origin.source, origin.gathered)
             self._check(product, kind, name, frozenset())
@@ -147,23 +130,8 @@ class _Quantizer:
         whole = self._quantized(product, kind, origins, self.phase)[copy]
         return tuple(self._replayed(o.chain, name, copy) for o, name in zip(origins, whole, strict=True))
 
-    def _origin(self, name: str) -> _Origin:
-        """Where a tensor was before it was gathered (and with `dispatch`, before it left for its expert)."""
-        if self.plan.dispatch:
-            origin = self._walk(name, DISPATCH)
-            if origin.dispatched:
-                return origin
-        return self._walk(name, GATHERS)
-
-    def _walk(self, name: str, moves: frozenset[str]) -> _Origin:
-        chain: list[Node] = []
-        while (node := self.producers.get(name)) is not None and node.op in moves:
-            chain.insert(0, node)
-            name = node.inputs[_carried(node)]
-        return _Origin(name, tuple(chain))
-
     def _quantized(
-        self, product: Product, kind: str, origins: Sequence[_Origin], phase: str
+        self, product: Product, kind: str, origins: Sequence[Origin], phase: str
     ) -> dict[str, Names]:
         """Both copies of the sources, by a kernel that is put in where they are first wanted."""
         sources = tuple(o.source for o in origins)
@@ -190,11 +158,11 @@ class _Quantizer:
         """A copy of a tensor, which lives where it does."""
         tensor, weight = self.tensors[name], kind == WEIGHT
         scales = self.recipe.scales(product.matrix(kind, tensor), copy, weight)
-        role = "weight" if weight and self.plan.cached else "activation"
+        role = "weight" if weight and self.precision.cached else "activation"
         fresh = self._fresh(f"{name.removesuffix(f'.{SUFFIX[ROW]}')}.{SUFFIX[copy]}")
         return self._new(tensor.named(fresh, dtype=FP8, role=role, scales=scales), self.layouts[name])
 
-    def _amax(self, base: str, origins: Sequence[_Origin], phase: str) -> Names:
+    def _amax(self, base: str, origins: Sequence[Origin], phase: str) -> Names:
         """The largest value of tensors under `tensorwise` scales, agreed upon by the ranks that will gather them."""
         if self.recipe.amax != "current":
             return ()
@@ -216,7 +184,7 @@ class _Quantizer:
         """A copy moved as the tensor was that it is of."""
         for node in chain:
             moved, (out,) = list(node.inputs), node.outputs
-            moved[_carried(node)] = name
+            moved[carried(node)] = name
             like, scales = self.tensors[out], self.tensors[name].scales
             fresh = self._fresh(f"{out}.{SUFFIX[copy]}")
             name = self._new(like.named(fresh, dtype=FP8, scales=scales), self.layouts[out])
@@ -230,9 +198,8 @@ class _Quantizer:
         for dims, multiple in ((matrix.rows, self.recipe.rows), (matrix.columns, self.recipe.columns)):
             along = tuple(atom for dim in dims for atom in atoms[dim])
             split = along if dims == matrix.columns else gathered.intersection(along)
-            size = Fraction(exact(prod(tensor.size(dim) for dim in dims), self.sizes)) / self.mesh.degree(
-                along
-            )
+            whole = exact(prod(tensor.size(dim) for dim in dims), self.sizes)
+            size = Fraction(whole) / self.mesh.degree(along)
             need = max(multiple, self.recipe.block) if split else multiple
             if size % need:
                 raise LayoutError(
@@ -252,11 +219,6 @@ class _Quantizer:
         self, op: str, name: str, inputs: Names, outputs: list[str], phase: str, **attrs: object
     ) -> None:
         self.nodes.append(Node(op, name, inputs, tuple(outputs), attrs, phase))
-
-
-def _carried(node: Node) -> int:
-    """Which operand of a moving node is moved; counts stand before it, and indices behind."""
-    return len(node.inputs) - 1 if node.op == "sort_by_expert" else 0
 
 
 def _alive(nodes: Sequence[Node], wanted: Sequence[str], bypassed: set[str]) -> list[Node]:
@@ -289,9 +251,11 @@ def _closed(
     )
 
 
-def quantize(block: Differentiated, plan: Plan, mesh: Mesh, sizes: Mapping[str, int]) -> Differentiated:
+def quantize(
+    block: Differentiated, precision: Precision, mesh: Mesh, sizes: Mapping[str, int]
+) -> Differentiated:
     """The block with its products in 8 bits; a `LayoutError` names dims that no block of scales divides."""
-    return _Quantizer(block, plan, mesh, sizes).run()
+    return _Quantizer(block, precision, mesh, sizes).run()
 
 
 def drop_unread(block: Differentiated) -> Differentiated:
