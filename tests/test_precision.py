@@ -221,6 +221,10 @@ def test_weights_stored_in_8_bits_are_gathered_so(recipe: str) -> None:
     (agreed,) = (n for n in nodes(traces, op="all_reduce", axes="dp") if "amax" in n.name)
     blocks = sum(n // TP // 128**2 for n in LINEAR.values())
     assert agreed.get("comm_size") == 4 * LAYERS * (blocks if recipe == "blockwise" else len(LINEAR))
+    rounding = [n for n in nodes(traces, phase="optimizer") if n.get("op") in ("amax", "quantize")]
+    owned, scales = PARAMETERS // TP // DP, int(str(agreed.get("comm_size")))
+    widths = [5] if recipe == "delayed" else [4, 5]
+    assert [n.get("tensor_size") for n in rounding] == [width * owned + scales for width in widths]
     turned = [n for n in nodes(traces, op="requantize", phase="forward") if ".weight." in n.name]
     assert len(turned) == 4 * LAYERS, "the column copy is made once a step"
     assert not [n for n in nodes(traces, op="quantize") if ".weight." in n.name]

@@ -1,14 +1,13 @@
-"""What ranks agree on for scales of whole tensors, and for those of weights that are stored in 8 bits.
+"""What ranks agree on for the scales of delayed scaling, and of weights that are stored in 8 bits.
 
-Delayed scaling: after a forward or backward the ranks agree on the largest values, and new scales are made of them.
-
-All of a rank's products take part at once, in one reduction over all ranks that run the same blocks (tensor, context
-and data parallel). A product keeps the largest values of its input, weight and output, and backward those of the
-gradients of output and input (Transformer Engine 2.19, `FP8GlobalStateManager.reduce_and_update_fp8_tensors`).
+Delayed scaling: after every forward and backward of a chunk new scales are made of the largest values. All of a rank's
+products take part at once, in one reduction over all ranks that run the same blocks (tensor, context and data
+parallel). A product keeps the largest values of its input, weight and output, and backward those of the gradients of
+output and input (Transformer Engine 2.19, `FP8GlobalStateManager.reduce_and_update_fp8_tensors`).
 
 Stored weights: a rank updates a part of them that begins and ends anywhere, so the largest values of all scales are
-reduced over the ranks among which they are sharded, in one piece, before the update is rounded to 8 bits; with delayed
-scaling after it, for the next step (`cast_master_weights_to_fp8`).
+reduced over the ranks among which they are sharded, in one piece (those of experts in another), before the update is
+rounded to 8 bits; with delayed scaling after it, for the next step (`cast_master_weights_to_fp8`).
 """
 
 from functools import lru_cache
@@ -54,10 +53,10 @@ def _template(products: int, axes: tuple[str, ...], marks: tuple[str, ...], phas
 def rounding_template(plan: StagePlan, step: StepPlan) -> Template:
     """The updated weights of a rank in 8 bits, after the port `adam`; no nodes where none are stored so."""
     nodes: list[TemplateNode] = []
-    groups: dict[tuple[str, ...], list[Parameter]] = {}
+    groups: dict[tuple[bool, tuple[str, ...]], list[Parameter]] = {}
     for p in (p for unit in plan.units for p in unit.parameters if p.dtype == FP8):
-        groups.setdefault(step.sharding.split(p.data)[0], []).append(p)
-    for axes, group in sorted(groups.items()):
+        groups.setdefault((p.expert, step.sharding.split(p.data)[0]), []).append(p)
+    for (_, axes), group in sorted(groups.items(), key=lambda item: item[0]):
         nodes += _rounding(group, axes, step, len(nodes))
     return Template("optimizer.weights", "optimizer", chain(nodes), numbers=())
 
@@ -69,7 +68,8 @@ def _rounding(
     count = sum(padded(p, step, axes) if step.sharding.zero == 3 else p.elements for p in group)
     if step.sharding.zero < 3:
         count = -(-count // step.mesh.degree(axes))
-    scales, name = sum(p.scales for p in group), "_".join(axes) or "whole"
+    scales = sum(p.scales for p in group)
+    name = "_".join(("expert",) * group[0].expert + axes) or "whole"
 
     def kernel(op: str, width: int, after: tuple[Ref, ...]) -> TemplateNode:
         moved, dtype = count * (4 + width) + 4 * scales, FP8 if width else "fp32"
