@@ -12,7 +12,7 @@ Invariants:
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -116,6 +116,13 @@ class Mesh:
             rank, result[name] = divmod(rank, degree)
         return dict(reversed(result.items()))
 
+    def index(self, names: Iterable[str] | str, coordinates: Mapping[str, int]) -> int:
+        """The number of a place along the named axes and atoms, the last one varying fastest."""
+        index, degrees = 0, dict(self.atoms)
+        for atom in self.expand(names):
+            index = index * degrees[atom] + coordinates[atom]
+        return index
+
     def stride(self, atom: str) -> int:
         """The distance in rank of neighbours along the atom.
 
@@ -142,11 +149,8 @@ class Mesh:
         >>> build_mesh(dp=2, tp=2).group_index(["dp"], 3)
         1
         """
-        used, here, row = set(self.expand(names)), self.coordinates(rank), 0
-        for atom, degree in self.atoms:
-            if atom not in used:
-                row = row * degree + here[atom]
-        return row
+        used = self.expand(names)
+        return self.index((atom for atom in self.names if atom not in used), self.coordinates(rank))
 
 
 @lru_cache(maxsize=4096)

@@ -38,12 +38,11 @@ DIMS = (
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 RECOMPUTE = ("none", "full", "selective")
 FP8 = ("none", *RECIPES)
-STORED = (
-    "delayed",
-    "tensorwise",
-    "blockwise",
-)  # MXFP8 needs two copies of a weight, which are made behind the gather
+STORED = ("delayed", "tensorwise", "blockwise")
+"""Recipes whose weights can be gathered in 8 bits; MXFP8's two copies are made behind the gather."""
 DISPATCHED = ("blockwise", "mxfp8")
+"""Recipes whose tokens can be sent in 8 bits, for they carry scales of their own."""
+CONTEXT_BALANCES = ("zigzag", "none")
 ARCHITECTURES = ("dense", "moe")
 
 
@@ -76,6 +75,7 @@ class Strategy:
     reshard_after_forward: bool | int = (
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
+    context_balance: str = "zigzag"  # parts of a sequence that have equal causal work, or "none": consecutive
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
     fp8: str = "none"  # recipe by which products with weights are computed in 8 bits
     fp8_param_gather: bool = False  # such weights are stored and gathered over data parallel ranks in 8 bits
@@ -248,6 +248,7 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "bucket_size": _integer(0),
     "dp_shard": _integer(1),
     "reshard_after_forward": _reshard,
+    "context_balance": _choice(CONTEXT_BALANCES),
     "bucket_first_stage": _flag,
     "fuse": _flag,
     "fp8": _choice(FP8),

@@ -5,13 +5,13 @@ model -> graph of each kind of block -> sharded -> differentiated -> recomputati
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import stage
+from stage.errors import StrategyError
 from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
 from stage.passes.fuse import fuse
@@ -28,8 +28,10 @@ from stage.tensor import Dim, Tensor
 from stage.trace.buckets import Bucket, plan_buckets
 from stage.trace.capacity import check_capacity
 from stage.trace.image import NameStyle
-from stage.trace.lower import Concrete, Lowered, lower
-from stage.trace.parameters import Parameter, Sharding, unit_parameters
+from stage.trace.kind import BlockKind
+from stage.trace.lower import Concrete
+from stage.trace.parameters import Parameter, Sharding
+from stage.trace.partition import STAGES, Partition
 from stage.trace.plan import StagePlan, StepPlan, UnitPlan
 from stage.trace.program import Program
 from stage.trace.stage_program import stage_program
@@ -53,14 +55,6 @@ def synthesize(
     """
     request = resolve_request(model, strategy, **options)
     return TraceSet.of(job(request))
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """A kind of block, lowered."""
-
-    templates: Lowered
-    parameters: tuple[Parameter, ...]
 
 
 def sharded_block(request: Request, block: Block) -> Differentiated:
@@ -110,28 +104,51 @@ def job(request: Request) -> Job:
         chunks=request.pipeline.chunks,
     )
     concrete = Concrete(
-        symbol_values(request), mesh, {"compute": request.dtype, "gradient": request.grad_dtype}
+        symbol_values(request),
+        mesh,
+        {"compute": request.dtype, "gradient": request.grad_dtype},
+        consecutive=request.strategy.context_balance == "none",
     )
-    kinds = {block: _lowered(request, block, concrete) for block in dict.fromkeys(model.blocks)}
+    kinds = {block: _kind(request, block, concrete) for block in dict.fromkeys(model.blocks)}
     step = _step_plan(request, kinds, widths, concrete)
     stages = cut(model, request.pipeline, request.stage_layers)
-    programs = tuple(_program(rank, stages, kinds, step, request) for rank in range(request.pipeline.ranks))
+    classes = Partition.of(mesh, [atom for kind in kinds.values() for atom in kind.variants])
+    _check_balance(request, classes)
+    places = [classes.coordinates(number) for number in range(classes.count)]
+    programs = tuple(_program(place, stages, kinds, step, request) for place in places)
     digits = NameStyle(
         len(str(len(model.layers) - 1)),
         len(str(request.micro_batches - 1)),
         len(str(request.steps - 1)) if request.steps > 1 else 0,
     )
     placement = None if request.placement is None else np.array(request.placement, np.int64)
-    return Job(mesh, programs, digits, describe(request, stages), placement)
+    return Job(mesh, programs, digits, describe(request, stages), placement, classes.axes)
 
 
-def _lowered(request: Request, block: Block, concrete: Concrete) -> _Kind:
-    both = sharded_block(request, block)
+def _kind(request: Request, block: Block, concrete: Concrete) -> BlockKind:
     own = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
-    numbers = (*own, *request.pipeline.marks)
-    split = get_schedule(request.strategy.schedule).splits
-    templates = lower(both, concrete, gathered=_gathered(request), numbers=numbers, split=split)
-    return _Kind(templates, tuple(unit_parameters(both.forward, concrete)))
+    return BlockKind(
+        sharded_block(request, block),
+        concrete,
+        numbers=(*own, *request.pipeline.marks),
+        gathered=_gathered(request),
+        split=get_schedule(request.strategy.schedule).splits,
+    )
+
+
+def _check_balance(request: Request, classes: Partition) -> None:
+    """A `StrategyError` where work is to be left unbalanced that is not uneven."""
+    if request.strategy.context_balance != "none" or set(classes.axes) - {STAGES}:
+        return
+    why = (
+        "attention has no causal mask"
+        if request.model.options.mask == "full"
+        else f"no axis shards the sequence of attention (cp = {request.degrees['cp']})"
+    )
+    raise StrategyError(
+        f"context_balance = none leaves ranks unequal work under a causal mask, but {why}; leave it out, "
+        "or take a causal mask and a cp above 1"
+    )
 
 
 def _gathered(request: Request) -> bool:
@@ -141,7 +158,7 @@ def _gathered(request: Request) -> bool:
 
 
 def _step_plan(
-    request: Request, kinds: Mapping[Block, _Kind], widths: Mapping[str, int], concrete: Concrete
+    request: Request, kinds: Mapping[Block, BlockKind], widths: Mapping[str, int], concrete: Concrete
 ) -> StepPlan:
     model, strategy, mesh = request.model, request.strategy, request.mesh
     x = model.graph(model.layers[0]).tensors["x"]
@@ -177,7 +194,7 @@ def _step_plan(
     )
 
 
-def _shared(request: Request, kinds: Mapping[Block, _Kind]) -> list[Parameter]:
+def _shared(request: Request, kinds: Mapping[Block, BlockKind]) -> list[Parameter]:
     """Parameters that first and last block both have on different ranks.
 
     They are a tied token table, or that of a prediction module.
@@ -190,11 +207,16 @@ def _shared(request: Request, kinds: Mapping[Block, _Kind]) -> list[Parameter]:
 
 
 def _program(
-    rank: int, stages: list[list[Unit]], kinds: Mapping[Block, _Kind], step: StepPlan, request: Request
+    place: Mapping[str, int],
+    stages: list[list[Unit]],
+    kinds: Mapping[Block, BlockKind],
+    step: StepPlan,
+    request: Request,
 ) -> Program:
-    """The program of the ranks that hold certain stages."""
+    """The program of the ranks at a place: of the pipeline, and of the atoms that their work depends on."""
+    rank = place.get(STAGES, 0)
     held = [stages[request.pipeline.stage(rank, chunk)] for chunk in range(request.pipeline.chunks)]
-    plans = _unit_plans([unit for units in held for unit in units], kinds, request)
+    plans = _unit_plans([unit for units in held for unit in units], kinds, place, request)
     shared = [p.name for p in _shared(request, kinds)]
     chunks: list[range] = []
     buckets: list[Bucket] = []
@@ -208,7 +230,9 @@ def _program(
     return stage_program(StagePlan(rank, tuple(plans), tuple(chunks), tuple(buckets)), step)
 
 
-def _unit_plans(units: list[Unit], kinds: Mapping[Block, _Kind], request: Request) -> list[UnitPlan]:
+def _unit_plans(
+    units: list[Unit], kinds: Mapping[Block, BlockKind], place: Mapping[str, int], request: Request
+) -> list[UnitPlan]:
     """The blocks of a rank; a parameter that two of them share belongs to the first."""
     seen: set[str] = set()
     plans = []
@@ -217,7 +241,8 @@ def _unit_plans(units: list[Unit], kinds: Mapping[Block, _Kind], request: Reques
         own = tuple(p for p in kind.parameters if unit.layer >= 0 or p.name not in seen)
         seen.update(p.name for p in own if unit.layer < 0)
         head = unit.block == request.model.head
-        plans.append(UnitPlan(unit.block.kind, unit.layer, kind.templates, own, kind.parameters, head))
+        templates = kind.templates(place)
+        plans.append(UnitPlan(unit.block.kind, unit.layer, templates, own, kind.parameters, head))
     return plans
 
 
@@ -251,4 +276,5 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "dropout": request.model.options.dropout,
         "stage_layers": [sum(unit.layer >= 0 for unit in units) for units in stages],
         "placement": None if request.placement is None else list(request.placement),
+        **({} if strategy.context_balance == "zigzag" else {"context_balance": strategy.context_balance}),
     }

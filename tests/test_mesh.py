@@ -215,3 +215,10 @@ def test_an_axis_is_a_run_of_consecutive_atoms() -> None:
     for axis in (("x", ("a", "c")), ("x", ("b", "a")), ("a", ("a", "b"))):
         with pytest.raises(AssertionError):
             Mesh(atoms, (axis,))
+
+
+def test_index_is_the_place_in_a_row_of_the_groups() -> None:
+    mesh = build_mesh(pp=2, dp=3, cp=2, tp=4, kv_heads=2)
+    for names in (["tp", "dp"], ["tp_kv", "cp"], []):
+        for row in mesh.groups(names).tolist():
+            assert [mesh.index(names, mesh.coordinates(rank)) for rank in row] == list(range(len(row)))

@@ -66,6 +66,15 @@ Recompute = Annotated[
         "--recompute", metavar="none|full|selective", help="Activations computed again.", rich_help_panel=STEP
     ),
 ]
+ContextBalance = Annotated[
+    str | None,
+    typer.Option(
+        "--context-balance",
+        metavar="zigzag|none",
+        help="Parts of the sequence over cp: of equal work, or consecutive.",
+        rich_help_panel=STEP,
+    ),
+]
 StageLayers = Annotated[
     str | None,
     typer.Option("--stage-layers", metavar="7,8x14,7", help="Layers of each stage.", rich_help_panel=STEP),
@@ -153,6 +162,7 @@ class JobOptions:
     schedule: Schedule = None
     zero: Zero = None
     recompute: Recompute = None
+    context_balance: ContextBalance = None
     stage_layers: StageLayers = None
     grad_reduce: GradReduce = "step"
     bucket_size: BucketSize = None

@@ -10,7 +10,7 @@ twice (Dao et al., FlashAttention-2, 2023, section 3).
 from collections.abc import Sequence
 from typing import Any
 
-from stage.ops.masks import keys_per_query
+from stage.ops.masks import met_keys
 from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, register
 from stage.tensor import Dim, Size, Tensor
 
@@ -46,7 +46,7 @@ def _factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) 
 
 def _pairs(attrs: Attrs, q: Tensor, k: Tensor) -> Size:
     """(query, key) pairs of all heads that one device works on."""
-    return _rows(q) * keys_per_query(k.size("seq"), attrs["mask"], attrs.get("window"))
+    return _rows(q) * met_keys(k.size("seq"), attrs)
 
 
 def _rows(q: Tensor) -> Size:

@@ -5,8 +5,9 @@ op are its record's formulas on those local sizes.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any
 
 from stage.errors import LayoutError
 from stage.graph import Graph, Node
@@ -20,6 +21,7 @@ from stage.passes.split import split_backward
 from stage.precision import FP8
 from stage.symbols import dtype_bytes, exact
 from stage.tensor import Dim, Tensor, resolve_dtypes
+from stage.trace.queries import own_chunk
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
 __all__ = ["Concrete", "Lowered", "lower"]
@@ -27,11 +29,17 @@ __all__ = ["Concrete", "Lowered", "lower"]
 
 @dataclass(frozen=True)
 class Concrete:
-    """What turns symbols into numbers: sizes by name, the mesh, and what the dtypes `compute` and `gradient` are."""
+    """What turns symbols into numbers: sizes by name, the mesh, and what the dtypes `compute` and `gradient` are.
+
+    With `consecutive` queries the numbers are those of the device at a `place`, its coordinates over the atoms that
+    they depend on.
+    """
 
     sizes: Mapping[str, int]
     mesh: Mesh
     dtypes: Mapping[str, str]
+    consecutive: bool = False
+    place: Mapping[str, int] = field(default_factory=dict)
 
     def width(self, dtype: str) -> int:
         """Bytes an element."""
@@ -94,7 +102,7 @@ class _Lowering:
     def _compute(self, node: Node, deps: tuple[Ref, ...]) -> TemplateNode:
         op = get_op(node.op)
         ins, outs = [self.tensor(n) for n in node.inputs], [self.tensor(n) for n in node.outputs]
-        attrs = {k: exact(v, self.concrete.sizes) if k == "window" else v for k, v in node.attrs.items()}
+        attrs = self._attributes(node)
         moved = op.bytes(attrs, ins, outs, self.concrete.width)
         credited = op.model_flops(attrs, ins, outs) if op.model_flops and node.phase != "recompute" else 0
         return TemplateNode(
@@ -110,6 +118,14 @@ class _Lowering:
             matmul=op.is_matmul,
             shapes=_shapes(ins, outs),
         )
+
+    def _attributes(self, node: Node) -> dict[str, Any]:
+        """The attributes of an op as numbers, and where they matter the queries of the device."""
+        concrete = self.concrete
+        attrs = {k: exact(v, concrete.sizes) if k == "window" else v for k, v in node.attrs.items()}
+        if concrete.consecutive:
+            attrs["chunk"] = own_chunk(self.graph, node, concrete.place, concrete.mesh)
+        return attrs
 
     def _collective(self, node: Node, deps: tuple[Ref, ...]) -> TemplateNode:
         tensor = self.tensor(node.inputs[0])
