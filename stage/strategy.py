@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from stage.context import Context, parse_context
 from stage.errors import StrategyError
 from stage.precision import RECIPES
 
@@ -75,7 +76,10 @@ class Strategy:
     reshard_after_forward: bool | int = (
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
-    context_balance: str = "zigzag"  # parts of a sequence that have equal causal work, or "none": consecutive
+    context: str = "all_gather"  # how attention meets keys of other cp ranks; `stage.context` has the forms
+    context_balance: str = (
+        "zigzag"  # parts of a sequence under a causal mask: of equal work, or "none", consecutive
+    )
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
     fp8: str = "none"  # recipe by which products with weights are computed in 8 bits
     fp8_param_gather: bool = False  # such weights are stored and gathered over data parallel ranks in 8 bits
@@ -112,6 +116,11 @@ class Strategy:
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes that may shard `dim`, major first; none for a dim that the table does not have."""
         return dict(self.shard).get(dim, ())
+
+    @property
+    def contexts(self) -> Context:
+        """How attention meets the keys of other ranks."""
+        return parse_context(self.context)
 
     def replace(self, **options: object) -> "Strategy":
         """This strategy with the options that are not None set, checked as the file's keys are."""
@@ -154,6 +163,14 @@ def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise StrategyError(f"{where} is {value!r}; a text is expected")
     return value
+
+
+def _context(value: object, where: str) -> str:
+    text = _text(value, where)
+    try:
+        return parse_context(text).name
+    except StrategyError as err:
+        raise StrategyError(f"{where.removesuffix('context')}{err}") from err
 
 
 def _flag(value: object, where: str) -> bool:
@@ -248,6 +265,7 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "bucket_size": _integer(0),
     "dp_shard": _integer(1),
     "reshard_after_forward": _reshard,
+    "context": _context,
     "context_balance": _choice(CONTEXT_BALANCES),
     "bucket_first_stage": _flag,
     "fuse": _flag,

@@ -17,6 +17,7 @@ from stage.passes.backward import Differentiated, differentiate
 from stage.passes.fuse import fuse
 from stage.passes.precision import Precision, drop_unread, quantize
 from stage.passes.recompute import recompute
+from stage.passes.ring import circulate, expand_ring
 from stage.passes.shard import rest_layout, shard
 from stage.pipeline.schedules import get_schedule
 from stage.pipeline.stages import Unit, cut
@@ -26,7 +27,7 @@ from stage.strategy import Strategy
 from stage.symbols import dtype_bytes, size
 from stage.tensor import Dim, Tensor
 from stage.trace.buckets import Bucket, plan_buckets
-from stage.trace.capacity import check_capacity
+from stage.trace.capacity import check_capacity, check_tags
 from stage.trace.image import NameStyle
 from stage.trace.kind import BlockKind
 from stage.trace.lower import Concrete
@@ -62,8 +63,11 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
     mesh, strategy = request.mesh, request.strategy
     sizes = symbol_values(request)
     whole = request.model.graph(block)
-    graph = shard(fuse(whole) if strategy.fuse else whole, strategy.shard, mesh, sizes)
+    if strategy.contexts.circulates:
+        whole = circulate(whole)
+    graph = shard(fuse(whole) if strategy.fuse else whole, request.table, mesh, sizes)
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
+    both = expand_ring(both, mesh, sizes, consecutive=strategy.context_balance == "none")
     quantised = strategy.fp8 != "none"
     if quantised:
         both = quantize(both, precision(strategy), mesh, sizes)
@@ -86,7 +90,7 @@ def symbol_values(request: Request) -> dict[str, int]:
     """A value for every size symbol; `sources` is how many parts the slots of an expert come from."""
     tokens = Tensor("tokens", (Dim("batch", size("batch")), Dim("seq", size("seq"))))
     values, mesh = dict(request.sizes), request.mesh
-    rest = rest_layout(tokens, request.strategy.shard, mesh, values)
+    rest = rest_layout(tokens, request.table, mesh, values)
     parts = {*rest.sharding, *mesh.expand(request.strategy.axes("slots"))}
     return values | {"sources": mesh.degree(parts)}
 
@@ -115,6 +119,13 @@ def job(request: Request) -> Job:
     classes = Partition.of(mesh, [atom for kind in kinds.values() for atom in kind.variants])
     _check_balance(request, classes)
     places = [classes.coordinates(number) for number in range(classes.count)]
+    check_tags(
+        micro_batches=request.micro_batches,
+        steps=request.steps,
+        chunks=request.pipeline.chunks,
+        blocks=len(model.blocks),
+        messages=max(kind.templates(places[0]).messages for kind in kinds.values()),
+    )
     programs = tuple(_program(place, stages, kinds, step, request) for place in places)
     digits = NameStyle(
         len(str(len(model.layers) - 1)),
@@ -163,7 +174,7 @@ def _step_plan(
     model, strategy, mesh = request.model, request.strategy, request.mesh
     x = model.graph(model.layers[0]).tensors["x"]
     message = (
-        concrete.local(x, rest_layout(x, strategy.shard, mesh, concrete.sizes)).elements * widths["compute"]
+        concrete.local(x, rest_layout(x, request.table, mesh, concrete.sizes)).elements * widths["compute"]
     )
     replicate = frozenset(mesh.expand(["dp_replicate"])) if strategy.dp_shard is not None else frozenset()
     sharding = Sharding(strategy.zero, replicate)
@@ -276,5 +287,6 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "dropout": request.model.options.dropout,
         "stage_layers": [sum(unit.layer >= 0 for unit in units) for units in stages],
         "placement": None if request.placement is None else list(request.placement),
+        **({} if strategy.context == "all_gather" else {"context": strategy.context}),
         **({} if strategy.context_balance == "zigzag" else {"context_balance": strategy.context_balance}),
     }

@@ -49,9 +49,9 @@ class Job:
     variants: tuple[str, ...] = ()
 
     def axes(self) -> set[tuple[str, ...]]:
-        """All sets of axes that communicate."""
+        """All sets of axes with collectives."""
         nodes = (n for p in self.programs for t in p.templates for n in t.nodes)
-        return {n.axes for n in nodes if n.axes and n.peer is None}
+        return {node.axes for node in nodes if node.axes and node.peer is None}
 
     def classes(self) -> RankClasses:
         """The rank classes, whose images are made on demand."""

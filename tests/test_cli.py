@@ -61,7 +61,7 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "--context-balance none --stage-layers 3,2x2 "
         "--grad-reduce microbatch --dtype fp16 --grad-dtype bf16 --fp8 mxfp8 --no-fp8-param-gather "
         "--fp8-dispatch --no-clip --vocab-multiple 64 --dropout --steps 2 "
-        "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 "
+        "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 --context ring "
         f"--out {tmp_path / 't'} --force --json --placement {placement} --resume --jobs 3 --dask tcp://host:8786"
     )
     assert main(line.split()) == 0
@@ -78,6 +78,7 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "etp": 1,
         "vpp": 2,
         "dp_shard": 2,
+        "context": "ring",
         "batch": 16,
         "micro_batch": 2,
         "seq": 128,

@@ -66,6 +66,15 @@ Recompute = Annotated[
         "--recompute", metavar="none|full|selective", help="Activations computed again.", rich_help_panel=STEP
     ),
 ]
+Context = Annotated[
+    str | None,
+    typer.Option(
+        "--context",
+        metavar="NAME",
+        help="How attention meets keys of other cp ranks; all_gather, ring, ulysses or ring:AxB.",
+        rich_help_panel=STEP,
+    ),
+]
 ContextBalance = Annotated[
     str | None,
     typer.Option(
@@ -161,6 +170,7 @@ class JobOptions:
     micro_batch: MicroBatch = 1
     schedule: Schedule = None
     zero: Zero = None
+    context: Context = None
     recompute: Recompute = None
     context_balance: ContextBalance = None
     stage_layers: StageLayers = None

@@ -11,6 +11,7 @@ from stage.ops import (
     norm,
     pointwise,
     quantize,
+    ring,
     view,
 )
 from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, get_op, register, registered
@@ -34,5 +35,6 @@ __all__ = [
     "quantize",
     "register",
     "registered",
+    "ring",
     "view",
 ]

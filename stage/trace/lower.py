@@ -15,12 +15,14 @@ from stage.layout import Layout
 from stage.mesh import Mesh
 from stage.ops import Op, get_op
 from stage.ops.collective import is_collective
+from stage.ops.ring import EXCHANGE
 from stage.passes.backward import Differentiated
 from stage.passes.precision import ONCE
 from stage.passes.split import split_backward
 from stage.precision import FP8
 from stage.symbols import dtype_bytes, exact
 from stage.tensor import Dim, Tensor, resolve_dtypes
+from stage.trace.peer import Peer
 from stage.trace.queries import own_chunk
 from stage.trace.template import Ref, Template, TemplateNode, chain
 
@@ -63,12 +65,19 @@ class _Lowering:
     """One graph on its way to a template."""
 
     def __init__(
-        self, graph: Graph, concrete: Concrete, outside: Callable[[str], tuple[Ref, ...]], gathered: bool
+        self,
+        graph: Graph,
+        concrete: Concrete,
+        outside: Callable[[str], tuple[Ref, ...]],
+        gathered: bool,
+        messages: int = 0,
     ) -> None:
         self.graph, self.concrete, self.outside, self.gathered = graph, concrete, outside, gathered
+        self.messages = messages
         self.local: dict[str, Tensor] = {}
         self.sources: dict[str, tuple[Ref, ...]] = {}
         self.nodes: list[TemplateNode] = []
+        self.nothing: set[str] = set()
 
     def tensor(self, name: str) -> Tensor:
         if name not in self.local:
@@ -88,9 +97,16 @@ class _Lowering:
         for node in self.graph.nodes:
             if (node.phase == ONCE) != once:
                 continue
-            deps = tuple(dict.fromkeys(ref for name in node.inputs for ref in self.refs(name)))
-            if not get_op(node.op).kernel:
-                made = deps
+            if self._idle(node):
+                self.nothing.update(node.outputs)
+                continue
+            given = [name for name in node.inputs if name not in self.nothing]
+            deps = tuple(dict.fromkeys(ref for name in given for ref in self.refs(name)))
+            if not get_op(node.op).kernel or len(given) < len(node.inputs):
+                made = deps  # a view; or nothing is added to a sum, or merged with a result
+            elif node.op == EXCHANGE:
+                self.nodes += self._exchange(node, deps)
+                made = (Ref("self", len(self.nodes) - 1),)
             else:
                 made = (Ref("self", len(self.nodes)),)
                 self.nodes.append(
@@ -98,6 +114,13 @@ class _Lowering:
                 )
             self.sources.update(dict.fromkeys(node.outputs, made))
         return self.nodes
+
+    def _idle(self, node: Node) -> bool:
+        """Whether an op is a step of a ring in which this device meets no key."""
+        if "block" not in node.attrs:
+            return False
+        tensors = ([self.tensor(name) for name in names] for names in (node.inputs, node.outputs))
+        return not get_op(node.op).flops(self._attributes(node), *tensors)
 
     def _compute(self, node: Node, deps: tuple[Ref, ...]) -> TemplateNode:
         op = get_op(node.op)
@@ -147,6 +170,26 @@ class _Lowering:
             shapes=_shapes([tensor], []),
         )
 
+    def _exchange(self, node: Node, deps: tuple[Ref, ...]) -> tuple[TemplateNode, TemplateNode]:
+        """A send to the next rank along some axes, and the receive of what the rank before sends."""
+        tensors, axes = [self.tensor(name) for name in node.inputs], node.attrs["axes"]
+        send = TemplateNode(
+            name=f"{node.name}.send",
+            kind="send",
+            op=node.op,
+            bytes=int(sum(t.bytes(self.concrete.width) for t in tensors)),
+            axes=axes,
+            peer=Peer(axes, 1),
+            tag_offset=self.messages,
+            deps=deps,
+            dtype=resolve_dtypes(tensors[0].dtype, self.concrete.dtypes),
+            phase=node.phase,
+            shapes=_shapes(tensors, []),
+        )
+        self.messages += 1
+        name, channel = f"{node.name}.recv", f"recv {' '.join(axes)}"
+        return send, replace(send, name=name, kind="recv", peer=Peer(axes, -1), channel=channel, deps=())
+
 
 def _precision(op: Op, ins: list[Tensor], outs: list[Tensor]) -> str:
     """What a kernel computes in: its result's dtype, but a product of quantised operands in theirs."""
@@ -165,12 +208,13 @@ def _shapes(ins: list[Tensor], outs: list[Tensor]) -> str:
 class Lowered:
     """The templates of a block; those of the split backward (`input` and `weight`) only where it was asked for.
 
-    `once` is what it runs before its first forward of a step. `products` are those in 8 bits of a forward, one for each
-    of a device's experts.
+    `messages` is how many a device sends in a forward and a backward. `once` is what it runs before its first forward
+    of a step. `products` are those in 8 bits of a forward, one for each of a device's experts.
     """
 
     forward: Template
     backward: Template
+    messages: int
     input: Template | None = None
     weight: Template | None = None
     once: Template | None = None
@@ -209,19 +253,20 @@ def lower(
             return (Ref("port", "dy"),) if name == block.seeds[0] else ()
         return _handed(ahead, "forward", name)
 
-    behind = _Lowering(block.backward, concrete, outside, gathered)
+    behind = _Lowering(block.backward, concrete, outside, gathered, ahead.messages)
     backward = _backward(block, behind, numbers)
     if not split:
-        return Lowered(first, backward, once=once, products=products)
+        return Lowered(first, backward, behind.messages, once=once, products=products)
     parts = split_backward(block)
-    early = _Lowering(parts.input, concrete, outside, gathered)
+    early = _Lowering(parts.input, concrete, outside, gathered, ahead.messages)
     inputs = _backward(block, early, numbers, "input")
 
     def from_both(name: str) -> tuple[Ref, ...]:
         return _handed(early, "input", name) if name in early.sources else outside(name)
 
-    late = _Lowering(parts.weight, concrete, from_both, gathered)
-    return Lowered(first, backward, inputs, _backward(block, late, numbers, "weight"), once, products)
+    late = _Lowering(parts.weight, concrete, from_both, gathered, early.messages)
+    last = _backward(block, late, numbers, "weight")
+    return Lowered(first, backward, behind.messages, inputs, last, once, products)
 
 
 def _backward(

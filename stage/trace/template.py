@@ -36,7 +36,8 @@ class TemplateNode:
 
     `kind` is `compute`, a collective (`all_reduce`, ...), `send` or `recv`. Work: `flops` (2 a multiply-add) and
     `bytes` moved to and from memory for compute; `bytes` of the message for communication, over the mesh's `axes`
-    (one group of ranks) or with the `peer`. `model_flops` is what a FLOP count of the model credits it with.
+    (one group of ranks) or with the `peer` (along `axes` if it is part of a block). `model_flops` is what a FLOP count
+    of the model credits it with. A message's tag is that of its instance and `tag_offset` more.
     """
 
     name: str
@@ -47,6 +48,7 @@ class TemplateNode:
     model_flops: int = 0
     axes: tuple[str, ...] = ()
     peer: Peer | None = None
+    tag_offset: int = 0
     channel: str = ""
     deps: tuple[Ref, ...] = ()
     dtype: str = ""
