@@ -17,9 +17,10 @@ E4M3 and E5M2 are of one size, so which of them gradients have changes nothing h
 from dataclasses import dataclass
 from typing import Literal
 
+from stage.errors import StrategyError
 from stage.tensor import Scales
 
-__all__ = ["COLUMN", "FP8", "RECIPES", "ROW", "Matrix", "Recipe"]
+__all__ = ["COLUMN", "FP8", "FP8_RECIPES", "RECIPES", "ROW", "Matrix", "Recipe", "check_precision"]
 
 FP8 = "fp8"
 """The dtype of quantised tensors, and of what multiplies them."""
@@ -80,3 +81,30 @@ RECIPES = {
     )
 }
 """Multiples are those to which Transformer Engine pads tokens of experts, and to which it restricts features."""
+
+FP8_RECIPES = ("none", *RECIPES)
+"""What can be asked for."""
+
+STORED = ("delayed", "tensorwise", "blockwise")
+"""Recipes whose weights can be gathered in 8 bits; MXFP8's two copies are made behind the gather."""
+
+SENT = ("blockwise", "mxfp8")
+"""Recipes whose tokens can be sent in 8 bits, for they carry scales of their own."""
+
+
+def check_precision(where: str, fp8: str, zero: int, *, stored: bool, sent: bool) -> None:
+    """A `StrategyError`, of `where`, for weights `stored` or tokens `sent` in 8 bits that a recipe does not allow."""
+    if stored and fp8 not in STORED:
+        raise StrategyError(
+            f"{where}: fp8_param_gather is not possible with fp8 = {fp8!r}, whose weights are gathered as they are; "
+            f"leave it out or choose fp8 from {', '.join(STORED)}"
+        )
+    if stored and not zero:
+        raise StrategyError(
+            f"{where}: fp8_param_gather needs zero = 1, 2 or 3, for with zero = 0 nothing is gathered"
+        )
+    if sent and fp8 not in SENT:
+        raise StrategyError(
+            f"{where}: fp8_dispatch is not possible with fp8 = {fp8!r}, for scales must travel with their tokens; "
+            f"leave it out or choose fp8 from {', '.join(SENT)}"
+        )

@@ -18,7 +18,8 @@ from typing import Any
 
 from stage.context import Context, parse_context
 from stage.errors import StrategyError
-from stage.precision import RECIPES
+from stage.load_option import BALANCED, check_expert_load
+from stage.precision import FP8_RECIPES, check_precision
 
 __all__ = ["AXES", "DIMS", "MESH", "RECOMPUTE", "SCHEDULES", "Strategy", "parse_strategy"]
 
@@ -38,11 +39,8 @@ DIMS = (
 )
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 RECOMPUTE = ("none", "full", "selective")
-FP8 = ("none", *RECIPES)
-STORED = ("delayed", "tensorwise", "blockwise")
-"""Recipes whose weights can be gathered in 8 bits; MXFP8's two copies are made behind the gather."""
-DISPATCHED = ("blockwise", "mxfp8")
-"""Recipes whose tokens can be sent in 8 bits, for they carry scales of their own."""
+ALLTOALL = ("collective", "p2p")
+LARGEST_FACTOR = 1_000_000
 CONTEXT_BALANCES = ("zigzag", "none")
 ARCHITECTURES = ("dense", "moe")
 
@@ -77,10 +75,13 @@ class Strategy:
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
     context: str = "all_gather"  # how attention meets keys of other cp ranks; `stage.context` has the forms
-    context_balance: str = (
-        "zigzag"  # parts of a sequence under a causal mask: of equal work, or "none", consecutive
-    )
+    context_balance: str = "zigzag"  # parts of a sequence that have equal causal work, or "none": consecutive
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
+    expert_load: str = BALANCED  # tokens of the experts: balanced, zipf:EXPONENT, or a file of histograms
+    seed: int | None = None  # which experts a drawn load makes popular; None is 0
+    capacity_factor: float | None = None  # an expert drops what exceeds so many times its balanced share
+    pad_to_capacity: bool = False  # every expert computes its capacity, whatever it got
+    alltoall: str = "collective"  # or "p2p": its pairwise sends and receives
     fp8: str = "none"  # recipe by which products with weights are computed in 8 bits
     fp8_param_gather: bool = False  # such weights are stored and gathered over data parallel ranks in 8 bits
     fp8_dispatch: bool = False  # tokens and their gradients are sent to experts in 8 bits
@@ -93,25 +94,9 @@ class Strategy:
                     f"strategy {self.name}: [shard] uses {axis}, which is not in mesh = {list(self.mesh)}; "
                     "add it there"
                 )
-        self._check_precision()
-
-    def _check_precision(self) -> None:
-        """A `StrategyError` for what a recipe of 8-bit training does not allow."""
-        where = f"strategy {self.name}"
-        if self.fp8_param_gather and self.fp8 not in STORED:
-            raise StrategyError(
-                f"{where}: fp8_param_gather is not possible with fp8 = {self.fp8!r}, whose weights are gathered as "
-                f"they are; leave it out or choose fp8 from {_listed(STORED)}"
-            )
-        if self.fp8_param_gather and not self.zero:
-            raise StrategyError(
-                f"{where}: fp8_param_gather needs zero = 1, 2 or 3, for with zero = 0 nothing is gathered"
-            )
-        if self.fp8_dispatch and self.fp8 not in DISPATCHED:
-            raise StrategyError(
-                f"{where}: fp8_dispatch is not possible with fp8 = {self.fp8!r}, for scales must travel with their "
-                f"tokens; leave it out or choose fp8 from {_listed(DISPATCHED)}"
-            )
+        check_precision(
+            f"strategy {self.name}", self.fp8, self.zero, stored=self.fp8_param_gather, sent=self.fp8_dispatch
+        )
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes that may shard `dim`, major first; none for a dim that the table does not have."""
@@ -192,6 +177,12 @@ def _integer(low: int, high: int | None = None) -> Callable[[object, str], int]:
     return check
 
 
+def _factor(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_FACTOR:
+        raise StrategyError(f"{where} is {value!r}; a number above 0 and up to {LARGEST_FACTOR} is expected")
+    return float(value)
+
+
 def _reshard(value: object, where: str) -> bool | int:
     return (
         value
@@ -269,7 +260,12 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "context_balance": _choice(CONTEXT_BALANCES),
     "bucket_first_stage": _flag,
     "fuse": _flag,
-    "fp8": _choice(FP8),
+    "expert_load": check_expert_load,
+    "seed": _integer(0, (1 << 63) - 1),
+    "capacity_factor": _factor,
+    "pad_to_capacity": _flag,
+    "alltoall": _choice(ALLTOALL),
+    "fp8": _choice(FP8_RECIPES),
     "fp8_param_gather": _flag,
     "fp8_dispatch": _flag,
     "default_for": _names(ARCHITECTURES, "architecture"),

@@ -50,6 +50,7 @@ def test_what_is_omitted_has_its_default() -> None:
             "shedule = '1f1b'" + SHARD,
             "mine.toml: unknown key 'shedule' (did you mean 'schedule'?); known keys: title, source, mesh, shard, "
             "schedule, vpp, recompute, zero, regather, overlap_grad, bucket_size, dp_shard, reshard_after_forward, context, context_balance, bucket_first_stage, fuse, "
+            "expert_load, seed, capacity_factor, pad_to_capacity, alltoall, "
             "fp8, fp8_param_gather, fp8_dispatch, default_for",
         ),
         ("zero = 1", "mine.toml: table [shard] is missing; it says which axes shard each dim"),

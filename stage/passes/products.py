@@ -6,12 +6,15 @@ Transformer Engine and in the DeepSeek-V3 report (2024, section 3.3.1).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from stage.graph import Graph, Node
-from stage.precision import COLUMN, ROW, Matrix
+from stage.mesh import Mesh
+from stage.precision import COLUMN, FP8, ROW, Matrix
+from stage.symbols import evaluate
 from stage.tensor import Tensor
 
-__all__ = ["INPUT", "OUTPUT", "WEIGHT", "Product", "Role", "covered", "find_products"]
+__all__ = ["INPUT", "OUTPUT", "WEIGHT", "Product", "Role", "count_products", "covered", "find_products"]
 
 KEPT = frozenset({"vocab", "router"})
 """Dims of weights that are not quantised."""
@@ -95,3 +98,19 @@ def covered(
             (Role(OUTPUT, ROW, range(n)), Role(WEIGHT, COLUMN, range(n, 2 * n))),
         )
     return (products[weight], operands) if weight in products else None
+
+
+def count_products(graph: Graph, mesh: Mesh, sizes: Mapping[str, int]) -> int:
+    """Products in 8 bits of a device's forward, one for each of its experts, with tokens or without."""
+    found = 0
+    for node in graph.nodes:
+        weight = graph.tensors[node.inputs[1]] if node.op in FORWARD else None
+        if weight is not None and weight.dtype == FP8:
+            dims = zip(weight.dims, graph.layouts[weight.name].dims, strict=True)
+            each = [
+                evaluate(dim.size, sizes) // mesh.degree(atoms)
+                for dim, atoms in dims
+                if dim.name == "experts"
+            ]
+            found += prod(each)
+    return found

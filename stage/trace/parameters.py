@@ -14,7 +14,7 @@ from stage.graph import Graph
 from stage.mesh import Mesh
 from stage.precision import FP8
 from stage.tensor import Tensor
-from stage.trace.lower import Concrete
+from stage.trace.concrete import Concrete
 
 __all__ = ["Parameter", "Sharding", "unit_parameters"]
 

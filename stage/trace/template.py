@@ -38,6 +38,8 @@ class TemplateNode:
     `bytes` moved to and from memory for compute; `bytes` of the message for communication, over the mesh's `axes`
     (one group of ranks) or with the `peer` (along `axes` if it is part of a block). `model_flops` is what a FLOP count
     of the model credits it with. A message's tag is that of its instance and `tag_offset` more.
+    `in_splits` and `out_splits` are the bytes that an uneven all-to-all sends to and receives from each member of its
+    group, in group order.
     """
 
     name: str
@@ -55,6 +57,8 @@ class TemplateNode:
     phase: str = "forward"
     matmul: bool = False
     shapes: str = ""
+    in_splits: tuple[int, ...] = ()
+    out_splits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for what, value in (("num_ops", self.flops), ("bytes", self.bytes)):
