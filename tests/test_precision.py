@@ -265,6 +265,23 @@ def test_tokens_and_their_gradients_go_to_experts_in_8_bits_and_come_back_in_16(
     assert traces.manifest["classes"][0]["matmul_ops"] == sparse("none").manifest["classes"][0]["matmul_ops"]
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_unequal_loads_are_sent_with_the_scales_of_their_tokens(recipe: str) -> None:
+    plain, quantised = (
+        sparse("none", expert_load="zipf:1.2"),
+        sparse(recipe, expert_load="zipf:1.2", fp8_dispatch=True),
+    )
+    before = next(n for n in nodes(plain, op="all_to_all") if "permute.all" in n.name)
+    after = next(n for n in nodes(quantised, op="all_to_all") if "permute.all" in n.name)
+    smaller = ACTIVATION[recipe] / 2
+    assert after.get("comm_size") == int(str(before.get("comm_size"))) * smaller
+    for splits in ("in_splits", "out_splits"):
+        whole, part = before.get(splits), after.get(splits)
+        assert isinstance(whole, tuple)
+        assert isinstance(part, tuple)
+        assert [int(n) * smaller for n in whole] == list(part)
+
+
 def test_a_partial_block_of_an_unsharded_dim_has_a_scale_of_its_own() -> None:
     """The joint latent of DeepSeek-V3 has 576 elements, which are 4.5 blocks of 128."""
     traces = stage.synthesize(
@@ -288,6 +305,11 @@ VERIFIED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("mixtral-8x7b", "megatron_moe", {"dp": 2, "tp": 2, "ep": 2, "fp8": "mxfp8", "fp8_dispatch": True}),
     ("mixtral-8x7b", "megatron_moe", {"dp": 4, "ep": 2, "pp": 2, "fp8": "delayed", "fp8_param_gather": True}),
     ("mixtral-8x7b", "megatron_moe", {"tp": 2, "ep": 2, "dp": 2, "etp": 2, "fp8": "blockwise", "fp8_dispatch": True}),
+    ("mixtral-8x7b", "megatron_moe", {"dp": 4, "ep": 4, "fp8": "mxfp8", "fp8_dispatch": True, "expert_load": "zipf:2"}),
+    ("mixtral-8x7b", "megatron_moe", {"dp": 4, "ep": 4, "fp8": "blockwise", "fp8_dispatch": True, "alltoall": "p2p"}),
+    ("mixtral-8x7b", "megatron_moe", {"dp": 4, "ep": 4, "pp": 2, "fp8": "delayed", "expert_load": "zipf:3"}),
+    ("llama3-8b", "megatron_sp", {"tp": 2, "cp": 2, "fp8": "mxfp8", "context": "ring"}),
+    ("llama3-8b", "megatron_sp", {"tp": 2, "cp": 2, "fp8": "tensorwise", "context": "ulysses"}),
     ("deepseek-v3", "megatron_moe", {"dp": 4, "ep": 4, "pp": 2, "fp8": "blockwise", "fp8_dispatch": True}),
 )  # fmt: skip
 
