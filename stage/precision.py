@@ -20,7 +20,17 @@ from typing import Literal
 from stage.errors import StrategyError
 from stage.tensor import Scales
 
-__all__ = ["COLUMN", "FP8", "FP8_RECIPES", "RECIPES", "ROW", "Matrix", "Recipe", "check_precision"]
+__all__ = [
+    "COLUMN",
+    "FP8",
+    "FP8_RECIPES",
+    "RECIPES",
+    "ROW",
+    "Matrix",
+    "Recipe",
+    "check_precision",
+    "check_use",
+]
 
 FP8 = "fp8"
 """The dtype of quantised tensors, and of what multiplies them."""
@@ -108,3 +118,13 @@ def check_precision(where: str, fp8: str, zero: int, *, stored: bool, sent: bool
             f"{where}: fp8_dispatch is not possible with fp8 = {fp8!r}, for scales must travel with their tokens; "
             f"leave it out or choose fp8 from {', '.join(SENT)}"
         )
+
+
+def check_use(fp8: str, dtype: str, model: str, *, dispatch: bool) -> None:
+    """A `StrategyError` where there is nothing to make 8 bits of, or for the `dispatch` of a model without experts."""
+    if fp8 != "none" and dtype == FP8:
+        raise StrategyError(
+            f"dtype = {dtype} leaves nothing to the recipe fp8 = {fp8}; choose dtype bf16, fp16 or fp32"
+        )
+    if dispatch:
+        raise StrategyError(f"fp8_dispatch sends tokens to experts, but {model} has none; leave it out")

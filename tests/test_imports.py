@@ -25,7 +25,7 @@ LEVELS = (
     ("precision",),
     ("ops",),
     ("graph",),
-    ("context", "hf", "modelfile"),
+    ("context", "hf", "modelfile", "recomputation"),
     ("strategy",),
     ("model",),
     ("blocks",),

@@ -32,7 +32,7 @@ from stage.step import Step
 from stage.symbols import exact
 from stage.tensor import Tensor
 
-__all__ = ["ONCE", "Precision", "drop_unread", "quantize"]
+__all__ = ["ONCE", "Precision", "drop_unread", "original", "quantize"]
 
 ONCE = "once"
 """The phase of nodes that a block runs once a step, before its first forward."""
@@ -159,7 +159,7 @@ class _Quantizer:
         tensor, weight = self.tensors[name], kind == WEIGHT
         scales = self.recipe.scales(product.matrix(kind, tensor), copy, weight)
         role = "weight" if weight and self.precision.cached else "activation"
-        fresh = self._fresh(f"{name.removesuffix(f'.{SUFFIX[ROW]}')}.{SUFFIX[copy]}")
+        fresh = self._fresh(f"{original(name)}.{SUFFIX[copy]}")
         return self._new(tensor.named(fresh, dtype=FP8, role=role, scales=scales), self.layouts[name])
 
     def _amax(self, base: str, origins: Sequence[Origin], phase: str) -> Names:
@@ -208,7 +208,7 @@ class _Quantizer:
                 )
 
     def _fresh(self, name: str) -> str:
-        return f"{name}.again" if name in self.tensors else name
+        return f"{name}.backward" if name in self.tensors else name
 
     def _new(self, tensor: Tensor, layout: Layout) -> str:
         assert tensor.name not in self.tensors, f"{tensor.name} is made twice"
@@ -255,12 +255,18 @@ def quantize(
     block: Differentiated, precision: Precision, mesh: Mesh, sizes: Mapping[str, int]
 ) -> Differentiated:
     """The block with its products in 8 bits; a `LayoutError` names dims that no block of scales divides."""
-    return _Quantizer(block, precision, mesh, sizes).run()
+    return drop_unread(_Quantizer(block, precision, mesh, sizes).run())
+
+
+def original(name: str) -> str:
+    """The name of the tensor that a row copy, or any other tensor, is of."""
+    return name.removesuffix(f".{SUFFIX[ROW]}")
 
 
 def drop_unread(block: Differentiated) -> Differentiated:
     """The block without copies that nobody reads: a forward that runs again makes those of backward only then."""
-    read = {name for graph in (block.forward, block.backward) for node in graph.nodes for name in node.inputs}
+    every = (*block.forward.nodes, *block.backward.nodes)
+    read = {name for node in every for name in node.inputs}
 
     def trimmed(node: Node) -> Node:
         if node.op != "quantize":
@@ -269,5 +275,7 @@ def drop_unread(block: Differentiated) -> Differentiated:
         of = tuple(node.attrs["of"][i] for i in kept)
         return replace(node, outputs=tuple(node.outputs[i] for i in kept), attrs={"of": of})
 
+    if not any(node.op == "quantize" and not read.issuperset(node.outputs) for node in every):
+        return block
     forward, backward = ([trimmed(node) for node in g.nodes] for g in (block.forward, block.backward))
     return _closed(block, forward, backward, block.backward.tensors, block.backward.layouts)

@@ -16,7 +16,7 @@ from stage.symbols import dtype_bytes
 from stage.synthesis import symbol_values
 from stage.tensor import Size
 from stage.trace.concrete import Concrete
-from stage.trace.parameters import Parameter, Sharding, unit_parameters
+from stage.trace.parameters import STORED, Parameter, Sharding, unit_parameters
 
 __all__ = ["data_parallel", "stored_parameters"]
 
@@ -88,7 +88,7 @@ def data_parallel(
 
 def _width(p: Parameter, request: Request) -> int:
     """Bytes of an element of a parameter as it is stored and gathered."""
-    return dtype_bytes(request.dtype if p.dtype == "compute" else p.dtype)
+    return dtype_bytes(request.param_dtype if p.dtype == STORED else p.dtype)
 
 
 def _by_axes(members: Members) -> list[tuple[tuple[bool, Axes], Members]]:

@@ -13,7 +13,7 @@ from itertools import groupby
 from math import lcm
 
 from stage.mesh import Mesh
-from stage.trace.parameters import Parameter, Sharding
+from stage.trace.parameters import STORED, Parameter, Sharding
 
 __all__ = ["Bucket", "plan_buckets"]
 
@@ -35,7 +35,7 @@ class Bucket:
     used: int
     shard: tuple[str, ...]
     replicate: tuple[str, ...]
-    dtype: str = "compute"
+    dtype: str = STORED
 
     def owned(self, mesh: Mesh) -> int:
         """Elements whose optimizer state one device holds."""

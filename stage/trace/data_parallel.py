@@ -2,8 +2,8 @@
 
 ZeRO 0 all-reduces each bucket of gradients; ZeRO 1 and 2 reduce-scatter it, update the shard and gather the parameters
 after the step (Rajbhandari et al. 2020; Megatron-LM's distributed optimizer). ZeRO 3 is FSDP: each block gathers its
-parameters before its forward and again before its backward, one block ahead of the compute, and reduce-scatters its
-gradients. What the nodes are is said by `fsdp`, `reduction` and `optimizer`; here is when they run.
+parameters before its forward and again before its backward, so many blocks ahead of the compute as are prefetched, and
+reduce-scatters its gradients. What the nodes are is said by `fsdp`, `reduction` and `optimizer`; here is when they run.
 """
 
 from collections import Counter
@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from stage.pipeline.schedule import Action
+from stage.precision import FP8
 from stage.trace.buckets import Bucket
 from stage.trace.fsdp import gather_template, scatter_template
 from stage.trace.optimizer import adam_template, gather_bucket_template, update_template
@@ -159,7 +160,7 @@ class DataParallel:
         """Gather the buckets that are sharded."""
         for i, bucket in enumerate(self.plan.buckets if adams else ()):
             if bucket.shard and self.step.sharding.zero:
-                after = adams[i] if bucket.dtype == "compute" else rounded
+                after = rounded if bucket.dtype == FP8 else adams[i]
                 self._place(i, bucket, gather_bucket_template, "gather", adam=after)
 
     def _place(

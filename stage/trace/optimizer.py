@@ -8,6 +8,7 @@ from stage.precision import FP8
 from stage.trace.buckets import Bucket
 from stage.trace.fsdp import padded, parameter_groups
 from stage.trace.groups import PIPELINE_ENDS
+from stage.trace.parameters import STORED
 from stage.trace.plan import StagePlan, StepPlan
 from stage.trace.reduction import bucket_digits, bucket_kind
 from stage.trace.template import Ref, Template, TemplateNode, chain
@@ -147,5 +148,5 @@ def _sharded(plan: StagePlan, step: StepPlan) -> list[tuple[str, str, int]]:
             for p in group:
                 key = unit.kind, p.dtype
                 found[key] = found.get(key, 0) + padded(p, step, shard)
-    names = {key: key[0] if key[1] == "compute" else ".".join(key) for key in found}
+    names = {key: key[0] if key[1] == STORED else ".".join(key) for key in found}
     return [(names[key], key[1], count) for key, count in found.items() if count]

@@ -19,6 +19,10 @@ from stage.trace.concrete import Concrete
 __all__ = ["Parameter", "Sharding", "unit_parameters"]
 
 
+STORED = "parameter"
+"""The dtype that parameters are stored and gathered in, where none is said."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One parameter on one device: `elements` after sharding for compute, of which `rows` x `columns`.
@@ -36,7 +40,7 @@ class Parameter:
     expert: bool
     fused: str
     parts: int = 1
-    dtype: str = "compute"
+    dtype: str = STORED
     scales: int = 0
 
     @property
@@ -76,10 +80,11 @@ def unit_parameters(graph: Graph, concrete: Concrete) -> list[Parameter]:
         fused = readers[tensor.name][0].name if tensor.name in readers else tensor.name
         rows, columns = prod(sizes[: tensor.rows]), prod(sizes[tensor.rows :])
         parts = next((int(dim.size) for dim in local.dims if dim.name == "experts"), 1)
+        dtype = FP8 if tensor.dtype == FP8 else STORED
         scales = _scales(local, parts, fused not in {p.fused for p in found})
         found.append(
             Parameter(
-                tensor.name, rows, columns, data, model, expert, fused, parts, tensor.dtype, scales
+                tensor.name, rows, columns, data, model, expert, fused, parts, dtype, scales
             )
         )  # fmt: skip
     return found

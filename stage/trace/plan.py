@@ -20,9 +20,10 @@ class StepPlan:
     `message` is the bytes of an activation between stages. `per_micro_batch` reduces gradients after every backward,
     not once. `overlap` starts a bucket's reduction when it is complete, not at the end. `tied_elements` are those of
     the token table whose gradient first and last stage sum, because both use it and stand on different ranks.
-    `experts` says whether any stage has some. `reshard` are the axes over which gathered parameters are sharded again
-    between forward and backward; None are all that they were gathered over. With `delayed_scaling` the scales of 8-bit
-    tensors come from largest values that are reduced after every forward and backward.
+    `experts` says whether any stage has some. Under FSDP parameters are gathered while `prefetch` blocks before run, or
+    with 0 once the block before is done. `reshard` are the axes over which gathered parameters are sharded again
+    between forward and backward; None are all that they were gathered over. With `delayed_scaling` the scales of
+    8-bit tensors come from largest values that are reduced after every forward and backward.
     """
 
     pipeline: Pipeline
@@ -31,12 +32,14 @@ class StepPlan:
     message: int
     dtype: str
     grad_dtype: str
+    param_dtype: str
     per_micro_batch: bool
     overlap: bool
     clip: bool
     tied_elements: int
     experts: bool
     sharding: Sharding
+    prefetch: int
     reshard: tuple[str, ...] | None
     delayed_scaling: bool
     mesh: Mesh
@@ -53,9 +56,12 @@ class StepPlan:
         dtype: str = "gradient",
     ) -> TemplateNode:
         """A collective of `elements` gradients (or parameters, with another dtype) a device."""
-        size, name_of = elements * self.widths[dtype], {"gradient": self.grad_dtype, "compute": self.dtype}
+        size, names = (
+            elements * self.widths[dtype],
+            {"gradient": self.grad_dtype, "parameter": self.param_dtype},
+        )
         return TemplateNode(
-            name, kind, kind, size, axes=axes, deps=deps, dtype=name_of.get(dtype, dtype), phase=phase
+            name, kind, kind, size, axes=axes, deps=deps, dtype=names.get(dtype, dtype), phase=phase
         )
 
 
