@@ -19,6 +19,7 @@ from stage.passes.precision import Precision, quantize
 from stage.passes.recompute import recompute
 from stage.passes.ring import circulate, expand_ring
 from stage.passes.shard import rest_layout, shard
+from stage.passes.unfuse import unfuse
 from stage.pipeline.schedules import get_schedule
 from stage.pipeline.stages import Unit, cut
 from stage.precision import FP8, RECIPES
@@ -74,7 +75,7 @@ def differentiated_block(request: Request, block: Block) -> Differentiated:
     """A block's forward and backward graphs on the request's mesh, where nothing is recomputed."""
     mesh, strategy = request.mesh, request.strategy
     sizes = symbol_values(request)
-    whole = request.model.graph(block)
+    whole = unfuse(request.model.graph(block), request.table, mesh)
     if strategy.contexts.circulates:
         whole = circulate(whole)
     graph = shard(fuse(whole) if strategy.fuse else whole, request.table, mesh, sizes)

@@ -32,6 +32,9 @@ Vpp = Annotated[
     int | None, _degree("--vpp", "Virtual pipeline stages a rank; by default the schedule's least.")
 ]
 DpShard = Annotated[int | None, _degree("--dp-shard", "Inner size of dp that shards (HSDP).")]
+TpX = Annotated[
+    int | None, _degree("--tp-x", "Inner size of tp that shards d_model (2-D tensor parallelism).")
+]
 Placement = Annotated[
     Path | None,
     typer.Option(
@@ -221,6 +224,7 @@ class JobOptions:
     etp: Etp = 1
     vpp: Vpp = None
     dp_shard: DpShard = None
+    tp_x: TpX = None
     placement: Placement = None
     micro_batch: MicroBatch = 1
     schedule: Schedule = None
