@@ -309,6 +309,9 @@ VERIFIED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("mixtral-8x7b", "megatron_moe", {"dp": 4, "ep": 4, "fp8": "blockwise", "fp8_dispatch": True, "alltoall": "p2p"}),
     ("mixtral-8x7b", "megatron_moe", {"dp": 4, "ep": 4, "pp": 2, "fp8": "delayed", "expert_load": "zipf:3"}),
     ("llama3-8b", "megatron_sp", {"tp": 2, "cp": 2, "fp8": "mxfp8", "context": "ring"}),
+    ("llama3-8b", "tp_2d", {"tp": 4, "tp_x": 2, "fp8": "tensorwise", "fp8_param_gather": True}),
+    ("llama3-8b", "megatron_sp", {"tp": 2, "dp": 2, "fp8": "mxfp8", "recompute": "ops:norm,act"}),
+    ("llama3-8b", "fsdp", {"dp": 4, "fp8": "tensorwise", "recompute": "every:2", "prefetch": 2}),
     ("llama3-8b", "megatron_sp", {"tp": 2, "cp": 2, "fp8": "tensorwise", "context": "ulysses"}),
     ("deepseek-v3", "megatron_moe", {"dp": 4, "ep": 4, "pp": 2, "fp8": "blockwise", "fp8_dispatch": True}),
 )  # fmt: skip

@@ -77,13 +77,24 @@ def test_blocks_of_scales_compute_the_same(model: str, strategy: str, mesh: dict
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("mesh", [{"tp": 2, "dp": 2}, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}], ids=name_of)
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "ops:norm,act", "ops:moe"])
 def test_every_recipe_computes_the_same(recipe: str, mesh: dict[str, int], recompute: str) -> None:
     ops = compare("gpt-oss-20b", "megatron_sp", mesh, fp8=recipe, recompute=recompute)
     assert ("amax" in ops) == (recipe == "tensorwise")
     assert ("requantize" in ops) == (recipe != "blockwise"), (
         "copies under one scale are transposed behind a gather"
     )
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+@pytest.mark.parametrize("context", ["ring", "ulysses"])
+def test_context_parallel_blocks_compute_the_same(recipe: str, context: str) -> None:
+    compare("llama3-8b", "megatron_sp", {"cp": 2, "tp": 2}, fp8=recipe, context=context)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_tensor_parallelism_in_two_dims_computes_the_same(recipe: str) -> None:
+    compare("llama3-8b", "tp_2d", {"tp": 4}, fp8=recipe, tp_x=2)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "megatron_sp"])
