@@ -79,7 +79,8 @@ class _Clock:
             for number in range(len(self.devices)):
                 moved = self._go_on(number) or moved
             if not moved:
-                moved = any([self._skip_ahead(number) for number in range(len(self.devices))])
+                for number in range(len(self.devices)):
+                    moved = self._skip_ahead(number) or moved
 
     def _go_on(self, number: int) -> bool:
         """Run the nodes of a device until one waits for another device; whether any has run."""

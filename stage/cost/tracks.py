@@ -1,11 +1,11 @@
-"""From the programs of a job to tracks of the timeline: one for each rank class, whose ranks do the same at the same time.
+"""From the programs of a job to tracks of the timeline, one for each class of ranks that do the same at the same time.
 
 What links tracks is a formula of the mesh. A message goes to the class of the peer; where ranks send to ranks of their
 own class (a ring) its receive is met by a send of the same track. A collective whose group spans several classes is a
 meeting of their tracks.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,7 +76,9 @@ def job_tracks(job: Job, seconds: Callable[[Template, int], Floats]) -> list[Tra
     found = []
     for number, program in enumerate(job.programs):
         nodes = program_nodes(program)
-        own: Floats = nodes.expand([seconds(template, number) for template in program.templates]).astype(float)
+        own: Floats = nodes.expand([seconds(template, number) for template in program.templates]).astype(
+            float
+        )
         sends, receives, meets = _Links(classes, number, program).of(nodes)
         found.append(Track(own, nodes.after, sends, receives, meets))
     return found

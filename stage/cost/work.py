@@ -1,0 +1,106 @@
+"""What a cost model is asked to price: kernels and exchanges between devices, each different one once.
+
+A kernel is what a trace says of it, so a model's job and a folder of traces are priced alike. Its matrix sizes are not
+written down, but follow from the numbers of elements of its operands and of its operations.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["CostModel", "Exchange", "Kernel", "Product", "elements_of"]
+
+Floats = NDArray[np.float64]
+
+
+class Product(NamedTuple):
+    """Sizes of a matrix multiplication: `groups` products of m x k by k x n; fractions under uneven loads."""
+
+    groups: float
+    m: float
+    n: float
+    k: float
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kind of kernel: its op, the dtype it computes in, FLOPs (2 a multiply-add) and bytes moved.
+
+    `shapes` are those of operands and results as in a trace. `matmul` says that matrix units run it; `phase` is that of the trace (`forward`, `backward`, `recompute`, ...).
+
+    >>> Kernel("contract", "bf16", 2 * 4 * 5 * 6, 0, "2x2x6,6x5->2x2x5", True).product
+    Product(groups=1.0, m=4.0, n=5.0, k=6.0)
+    """
+
+    op: str
+    dtype: str
+    flops: int
+    bytes: int
+    shapes: str = ""
+    matmul: bool = False
+    phase: str = "forward"
+
+    @cached_property
+    def operands(self) -> tuple[tuple[float, ...], ...]:
+        """Shapes of what it reads."""
+        return _shapes(self.shapes.partition("->")[0])
+
+    @cached_property
+    def results(self) -> tuple[tuple[float, ...], ...]:
+        """Shapes of what it writes."""
+        return _shapes(self.shapes.partition("->")[2])
+
+    @cached_property
+    def product(self) -> Product | None:
+        """The sizes of a product of two operands, None where shapes are not known or it is another kernel.
+
+        With a, b, c elements of operands and result and f multiply-adds, m = f/b, n = f/a, k = f/c, groups = abc/f^2.
+        """
+        if not self.matmul or len(self.operands) < 2 or not self.results or not self.flops:
+            return None
+        a, b, c = (elements_of(shape) for shape in (*self.operands[:2], self.results[0]))
+        f = self.flops / 2
+        return Product(a * b * c / f**2, f / b, f / a, f / c)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One kind of communication: a collective, or a message (`send`), of so many bytes (`comm_size`).
+
+    `spread` says where the members are: so many within each unit of a tier of the network, innermost first, and so many
+    such units in each of the next; a message goes between two members. (8, 4) are 8 devices on each of 4 nodes.
+    """
+
+    kind: str
+    bytes: int
+    spread: tuple[int, ...]
+    dtype: str = ""
+
+    @property
+    def members(self) -> int:
+        """How many devices take part."""
+        return math.prod(self.spread)
+
+
+class CostModel(Protocol):
+    """What turns work into seconds. Models are found by the entry points `stage.cost_models`."""
+
+    def kernels(self, kernels: Sequence[Kernel]) -> Floats:
+        """Seconds of each kernel, alone on its device."""
+
+    def exchanges(self, exchanges: Sequence[Exchange]) -> Floats:
+        """Seconds of each exchange, from when all members are ready until the last is done."""
+
+
+def elements_of(shape: Sequence[float]) -> float:
+    """Elements of a tensor."""
+    return math.prod(shape)
+
+
+def _shapes(text: str) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(float(size) for size in part.split("x")) for part in text.split(",")) if text else ()
