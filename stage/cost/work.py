@@ -31,7 +31,7 @@ class Product(NamedTuple):
 class Kernel:
     """One kind of kernel: its op, the dtype it computes in, FLOPs (2 a multiply-add) and bytes moved.
 
-    `shapes` are those of operands and results as in a trace. `matmul` says that matrix units run it; `phase` is that of the trace (`forward`, `backward`, `recompute`, ...).
+    `shapes` are those of operands and results as in a trace, and so is `phase`. `matmul` says that matrix units run it.
 
     >>> Kernel("contract", "bf16", 2 * 4 * 5 * 6, 0, "2x2x6,6x5->2x2x5", True).product
     Product(groups=1.0, m=4.0, n=5.0, k=6.0)
