@@ -23,6 +23,7 @@ from stage.trace.node import NodeType, TraceNode
 from stage.trace.verify import verify
 from stage.traceset import TraceSet
 from tests import expected
+from tests import expected_communication as sent_by
 from tests.small import MODELS, STRATEGIES, request, uses
 from tests.test_conservation import ADAM_FLOPS, MATMULS, build_padded
 
@@ -30,7 +31,18 @@ FP32 = 4
 FAMILIES = ("llama3-8b", "gpt3-125m", "qwen3-8b", "mixtral-8x7b", "gpt-oss-20b", "deepseek-v3")
 
 OPTIONS: dict[str, st.SearchStrategy[Any]] = {
-    "recompute": st.sampled_from(["none", "full", "selective"]),
+    "recompute": st.sampled_from(
+        [
+            "none",
+            "full",
+            "selective",
+            "every:2",
+            "ops:attention,norm",
+            "ops:up_proj,act",
+            "ops:mlp",
+            "ops:moe",
+        ]
+    ),
     "zero": st.integers(0, 3),
     "attention": st.sampled_from(["fused", "unfused"]),
     "mask": st.sampled_from(["causal", "full"]),
@@ -45,6 +57,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "tp_x": st.sampled_from([1, 2, 4]),
     "context": st.sampled_from(["ring", "ulysses", "ring:2x2", "all_gather"]),
     "context_balance": st.sampled_from(["zigzag", "none"]),
+    "prefetch": st.integers(0, 2),
     "regather": st.sampled_from([(), ("tp",), ("cp", "tp")]),
     "fuse": st.booleans(),
     "grad_dtype": st.sampled_from(["fp32", "bf16"]),
@@ -57,7 +70,8 @@ ONLY: dict[str, Callable[[str, str, dict[str, int]], bool]] = {
     "mtp": lambda model, _, __: model == "deepseek-v3",
     "tp_x": lambda _, strategy, mesh: uses(strategy, {"tp_x": 2}) and "tp" in mesh,
     "dp_shard": lambda _, strategy, mesh: strategy == "hsdp" and "dp" in mesh,
-    "reshard_after_forward": lambda _, strategy, __: strategy != "hsdp",
+    "reshard_after_forward": lambda _, strategy, __: strategy == "fsdp",
+    "prefetch": lambda _, strategy, __: strategy in ("fsdp", "hsdp"),
     "context": lambda _, __, mesh: "cp" in mesh,
     "context_balance": lambda _, __, mesh: "cp" in mesh,
 }
@@ -182,19 +196,19 @@ def check_communication(asked: Request, classes: list[Alike]) -> None:
             for n in own
             if n.type not in MESSAGES
         )
-        assert found == expected.activations(asked, same.rank)
+        assert found == sent_by.activations(asked, same.rank)
         rings: Counter[tuple[str, str]] = Counter()
         for n in own:
             if n.type in MESSAGES and n.get("phase") != "pipeline":
                 rings[str(n.get("phase")), MESSAGES[n.type]] += number(n, "comm_size")
-        assert rings == expected.circulated(asked, same.rank)
+        assert rings == sent_by.circulated(asked, same.rank)
         width = asked.mesh.world // asked.pipeline.ranks
-        sent = Counter(
+        found_messages = Counter(
             (str(n.get("op")), number(n, "comm_dst" if n.get("op") == "send" else "comm_src") // width)
             for n in own
             if n.get("phase") == "pipeline"
         )
-        assert sent == expected.messages(asked, same.rank)
+        assert found_messages == sent_by.messages(asked, same.rank)
 
 
 def check_gradients(asked: Request, classes: list[Alike]) -> None:
