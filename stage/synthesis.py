@@ -15,12 +15,14 @@ from stage.errors import StrategyError
 from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
 from stage.passes.fuse import fuse
+from stage.passes.precision import Precision, quantize
 from stage.passes.recompute import recompute
 from stage.passes.ring import circulate, expand_ring
 from stage.passes.shard import rest_layout, shard
 from stage.passes.unfuse import unfuse
 from stage.pipeline.schedules import get_schedule
 from stage.pipeline.stages import Unit, cut
+from stage.precision import FP8, RECIPES
 from stage.request import Request, resolve_request
 from stage.strategy import Strategy
 from stage.symbols import dtype_bytes, size
@@ -78,7 +80,18 @@ def differentiated_block(request: Request, block: Block) -> Differentiated:
         whole = circulate(whole)
     graph = shard(fuse(whole) if strategy.fuse else whole, request.table, mesh, sizes)
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
-    return expand_ring(both, mesh, sizes, consecutive=strategy.context_balance == "none")
+    both = expand_ring(both, mesh, sizes, consecutive=strategy.context_balance == "none")
+    return both if strategy.fp8 == "none" else quantize(both, precision(strategy), mesh, sizes)
+
+
+def precision(strategy: Strategy) -> Precision:
+    """How blocks are quantised: whole weights are kept over a step, but for those of FSDP."""
+    return Precision(
+        RECIPES[strategy.fp8],
+        cached=strategy.zero < 3,
+        stored=strategy.fp8_param_gather,
+        dispatch=strategy.fp8_dispatch,
+    )
 
 
 def symbol_values(request: Request) -> dict[str, int]:
@@ -94,7 +107,8 @@ def job(request: Request) -> Job:
     """Everything a trace set needs, computed once for each kind of block and each stage."""
     model, mesh = request.model, request.mesh
     dtypes = {"compute": request.dtype, "gradient": request.grad_dtype, "parameter": request.param_dtype}
-    widths = {use: dtype_bytes(dtype) for use, dtype in dtypes.items()}
+    widths = {name: dtype_bytes(name) for name in (FP8, "uint8")}
+    widths |= {use: dtype_bytes(dtype) for use, dtype in dtypes.items()}
     check_capacity(
         ranks=mesh.world,
         layers=len(model.layers),
@@ -221,6 +235,7 @@ def _step_plan(request: Request, kinds: Kinds, widths: Mapping[str, int], concre
         sharding=sharding,
         prefetch=strategy.prefetch,
         reshard=reshard,
+        delayed_scaling=strategy.fp8 == "delayed",
         mesh=mesh,
         widths=widths,
     )

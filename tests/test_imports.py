@@ -23,6 +23,7 @@ LEVELS = (
     ("draft",),
     ("reshard",),
     ("tensor",),
+    ("precision",),
     ("ops",),
     ("graph",),
     ("context", "hf", "modelfile", "recomputation"),

@@ -11,6 +11,7 @@ from stage.ops import (
     norm,
     norm_sharded,
     pointwise,
+    quantize,
     ring,
     view,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "norm",
     "norm_sharded",
     "pointwise",
+    "quantize",
     "register",
     "registered",
     "ring",

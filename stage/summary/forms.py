@@ -72,7 +72,7 @@ class _Pricing:
     def sent(self, graph: Graph, node: Node) -> Size:
         """Bytes that one device hands to a collective, or sends in a message."""
         tensors = self.tensors(graph, node.inputs)
-        return tidy(sum((t.elements * self.width(t.dtype) for t in tensors), start=sympy.Integer(0)))
+        return tidy(sum((t.bytes(self.width) for t in tensors), start=sympy.Integer(0)))
 
     def communication(self, graph: Graph) -> list[dict[str, Any]]:
         """The collectives and messages of a graph, those alike in one entry."""
