@@ -13,6 +13,9 @@ from stage.synthesis import differentiated_block, sharded_block, symbol_values
 from stage.tensor import Tensor
 from tests.expected import chosen, dims_of, divisible, recomputed, taken, units
 
+SCALES = {"blockwise": Fraction(4, 128), "mxfp8": Fraction(1, 32)}
+"""Bytes of scales that travel with an element of 8 bits: fp32 for each 128, or 8 bits for each 32."""
+
 Key = tuple[str, str, str, int]
 
 
@@ -41,6 +44,8 @@ def local_bytes(asked: Request, tensor: Tensor, layout: Any, sizes: Any) -> int:
     elements = Fraction(1)
     for dim in tensor.dims:
         elements *= exact(dim.size, sizes)
+    if tensor.dtype.startswith("fp8"):
+        elements += elements * SCALES.get(asked.strategy.fp8, 0)
     size = elements * width / asked.mesh.degree([atom for atoms in layout.dims for atom in atoms])
     assert size.denominator == 1
     return size.numerator

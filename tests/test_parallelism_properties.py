@@ -30,6 +30,14 @@ from tests.test_conservation import ADAM_FLOPS, MATMULS, build_padded
 FP32 = 4
 FAMILIES = ("llama3-8b", "gpt3-125m", "qwen3-8b", "mixtral-8x7b", "gpt-oss-20b", "deepseek-v3")
 
+SEQ = 4096
+LARGE = {
+    "d_model": 1024, "heads": 8, "head_dim": 128, "d_ff": 4096, "vocab": 4096, "seq": SEQ, "positions": SEQ,
+    "experts": 8, "expert_d_ff": 4096, "shared_d_ff": 4096, "q_lora_rank": 512, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 128, "v_head_dim": 128,
+}  # fmt: skip
+"""Sizes that divide by whatever is drawn; nothing is computed with them."""
+
 OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "recompute": st.sampled_from(
         [
@@ -60,6 +68,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "prefetch": st.integers(0, 2),
     "regather": st.sampled_from([(), ("tp",), ("cp", "tp")]),
     "fuse": st.booleans(),
+    "fp8": st.sampled_from(["none", "tensorwise", "blockwise", "mxfp8"]),
     "grad_dtype": st.sampled_from(["fp32", "bf16"]),
     "clip": st.booleans(),
     "steps": st.sampled_from([1, 1, 2]),
@@ -108,16 +117,11 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
     layers = draw(st.lists(st.integers(1, 2), min_size=stages, max_size=stages))
     if stages > 1 and draw(st.booleans()):
         layers[draw(st.sampled_from([0, -1]))] = 0
-    micro_batch, micro_batches = (
-        draw(st.integers(1, 2)),
-        draw(st.sampled_from([1, 2, 3, ranks, 2 * ranks, 3 * ranks])),
-    )
-    sizes = {"layers": max(1, sum(layers)), "heads": 8} | draw(st.sampled_from([{}, {"tied": 1}]))
-    sizes |= (
-        {"kv_heads": draw(st.sampled_from([1, 2, 4, 8]))} if model not in ("gpt3-125m", "deepseek-v3") else {}
-    )
-    sizes |= {"experts": 8} if "experts" in MODELS[model] else {}
-    sizes |= {"kv_heads": 8} if model in ("gpt3-125m", "deepseek-v3") else {}
+    micro_batch, counts = draw(st.integers(1, 2)), [1, 2, 3, ranks, 2 * ranks, 3 * ranks]
+    sizes = {name: n for name, n in LARGE.items() if name in MODELS[model]} | {"layers": max(1, sum(layers))}
+    every_head = model in ("gpt3-125m", "deepseek-v3")
+    sizes |= {"kv_heads": 8 if every_head else draw(st.sampled_from([1, 2, 4, 8]))}
+    sizes |= draw(st.sampled_from([{}, {"tied": 1}]))
     rare = draw(st.integers(0, 15)) == 15
     known = {
         name: values
@@ -125,7 +129,8 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
         if rare or name not in ONLY or ONLY[name](model, strategy, mesh)
     }
     options = draw(st.fixed_dictionaries({}, optional=known))
-    shape = {"micro_batch": micro_batch, "batch": micro_batch * micro_batches * mesh.get("dp", 1), "seq": 32}
+    batch = micro_batch * draw(st.sampled_from(counts)) * mesh.get("dp", 1)
+    shape = {"micro_batch": micro_batch, "batch": batch, "seq": SEQ}
     return {
         "model": model, "strategy": strategy, "sizes": sizes, "schedule": schedule, "vpp": chunks,
         "stage_layers": tuple(layers), **mesh, **shape, **options,
