@@ -36,6 +36,7 @@ DIMS = (
 )
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 RECOMPUTE = ("none", "full", "selective")
+STREAMS = ("single", "per-axis")
 ARCHITECTURES = ("dense", "moe")
 
 
@@ -68,6 +69,7 @@ class Strategy:
     reshard_after_forward: bool | int = (
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
+    streams: str = "single"  # of communication: one, or one for each set of axes
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
     default_for: tuple[str, ...] = ()  # architectures that take this strategy when none is named
 
@@ -219,6 +221,7 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "dp_shard": _integer(1),
     "reshard_after_forward": _reshard,
     "bucket_first_stage": _flag,
+    "streams": _choice(STREAMS),
     "fuse": _flag,
     "default_for": _names(ARCHITECTURES, "architecture"),
 }

@@ -114,7 +114,14 @@ def _lowered(request: Request, block: Block, concrete: Concrete) -> _Kind:
     own = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
     numbers = (*own, *request.pipeline.marks)
     split = get_schedule(request.strategy.schedule).splits
-    templates = lower(both, concrete, gathered=_gathered(request), numbers=numbers, split=split)
+    templates = lower(
+        both,
+        concrete,
+        gathered=_gathered(request),
+        numbers=numbers,
+        split=split,
+        streams=request.strategy.streams,
+    )
     return _Kind(templates, tuple(unit_parameters(both.forward, concrete)))
 
 
@@ -155,6 +162,8 @@ def _step_plan(
         experts=any(p.expert for kind in kinds.values() for p in kind.parameters),
         sharding=sharding,
         reshard=reshard,
+        data=tuple(sorted({p.data for kind in kinds.values() for p in kind.parameters})),
+        streams=strategy.streams,
         mesh=mesh,
         widths=widths,
     )

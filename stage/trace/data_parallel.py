@@ -16,7 +16,7 @@ from stage.trace.optimizer import adam_template, gather_bucket_template, update_
 from stage.trace.plan import StagePlan, StepPlan
 from stage.trace.program import NO_EARLIER, Assembly
 from stage.trace.reduction import bucket_key, reduction_template
-from stage.trace.template import Template
+from stage.trace.template import COMPUTE, Template
 
 __all__ = ["DataParallel"]
 
@@ -96,14 +96,14 @@ class DataParallel:
         if key not in self.templates:
             self.templates[key] = scatter_template(plan, self.step)
         if self.templates[key].nodes:
-            ready = self.assembly.last("compute")
+            ready = self.assembly.last(COMPUTE)
             self.assembly.place(self.templates[key], plan.layer, micro_batch, grad=ready)
 
     def _reduce(self, index: int, phase: str, micro_batch: int = -1) -> None:
         def make(index: int, bucket: Bucket, step: StepPlan) -> Template:
             return reduction_template(index, bucket, step, phase)
 
-        ready = self.assembly.last("compute")
+        ready = self.assembly.last(COMPUTE)
         self._place(index, self.plan.buckets[index], make, phase, micro_batch, grad=ready)
 
     def finish(self) -> None:
@@ -114,28 +114,26 @@ class DataParallel:
                 if i not in self.reduced:
                     self._reduce(i, "finalize")
             self.reduced.clear()
-        grad, reduced = self.assembly.last("compute"), self.assembly.last("comm")
+        ready = {f"reduced.{stream}": self.assembly.last(stream) for stream in self.step.reductions}
+        ready["grad"] = self.assembly.last(COMPUTE)
         key = ("update",)
         if key not in self.templates:
             self.templates[key] = update_template(self.plan, self.step)
-        template, ready = self.templates[key], -1
+        template, last = self.templates[key], -1
         if template.nodes:
-            ready = self.assembly.place(template, grad=grad, reduced=reduced) + len(template.nodes) - 1
+            last = self.assembly.place(template, -1, -1, NO_EARLIER, **ready) + len(template.nodes) - 1
         if not self._fsdp:
-            self._update(grad, reduced, ready)
-        if self.step.sharding.zero:
-            self.updated = self.assembly.last("comm")
+            self._update(ready=last, **ready)
 
-    def _update(self, grad: int, reduced: int, ready: int) -> None:
-        """Update each bucket, then gather those that are sharded."""
+    def _update(self, **ready: int) -> None:
+        """Update each bucket, then gather those that are sharded, one after another."""
         buckets = list(enumerate(self.plan.buckets))
-        adams = [
-            self._place(i, b, adam_template, "adam", grad=grad, reduced=reduced, ready=ready)
-            for i, b in buckets
-        ]
+        adams = [self._place(i, b, adam_template, "adam", **ready) for i, b in buckets]
+        self.updated = -1
         for i, bucket in buckets:
             if bucket.shard and self.step.sharding.zero:
-                self._place(i, bucket, gather_bucket_template, "gather", adam=adams[i])
+                ports = {"adam": adams[i], "before": self.updated}
+                self.updated = self._place(i, bucket, gather_bucket_template, "gather", **ports)
 
     def _place(
         self, index: int, bucket: Bucket, make: Make, what: str, micro_batch: int = -1, **ports: int

@@ -18,7 +18,8 @@ from stage.passes.backward import Differentiated
 from stage.passes.split import split_backward
 from stage.symbols import dtype_bytes, exact
 from stage.tensor import Dim, Tensor, resolve_dtypes
-from stage.trace.template import Ref, Template, TemplateNode, chain
+from stage.trace.streams import SINGLE, chain
+from stage.trace.template import Ref, Template, TemplateNode
 
 __all__ = ["Concrete", "Lowered", "lower"]
 
@@ -152,17 +153,18 @@ def lower(
     gathered: bool = False,
     numbers: tuple[str, ...] = ("micro_batch",),
     split: bool = False,
+    streams: str = SINGLE,
 ) -> Lowered:
     """The templates of a block, whose instances have these `numbers`.
 
     With `gathered` parameters (FSDP) every node that reads one depends on the port `weights`. The first input of the
     forward graph is the port `x`; the first seed of the backward graph the port `dy`. With `split` there are also the
-    two parts of the backward.
+    two parts of the backward. `streams` says how communication is ordered.
     """
     forward = block.forward
     x = forward.inputs[0]
     ahead = _Lowering(forward, concrete, lambda name: (Ref("port", "x"),) if name == x else (), gathered)
-    nodes = chain(ahead.run())
+    nodes = chain(ahead.run(), streams)
     first = Template(forward.name, "forward", nodes, _single(ahead.refs(forward.outputs[0])), numbers=numbers)
 
     def outside(name: str) -> tuple[Ref, ...]:
@@ -171,25 +173,25 @@ def lower(
         return _handed(ahead, "forward", name)
 
     behind = _Lowering(block.backward, concrete, outside, gathered)
-    backward = _backward(block, behind, numbers)
+    backward = _backward(block, behind, numbers, streams)
     if not split:
         return Lowered(first, backward)
     parts = split_backward(block)
     early = _Lowering(parts.input, concrete, outside, gathered)
-    inputs = _backward(block, early, numbers, "input")
+    inputs = _backward(block, early, numbers, streams, "input")
 
     def from_both(name: str) -> tuple[Ref, ...]:
         return _handed(early, "input", name) if name in early.sources else outside(name)
 
     late = _Lowering(parts.weight, concrete, from_both, gathered)
-    return Lowered(first, backward, inputs, _backward(block, late, numbers, "weight"))
+    return Lowered(first, backward, inputs, _backward(block, late, numbers, streams, "weight"))
 
 
 def _backward(
-    block: Differentiated, lowering: _Lowering, numbers: tuple[str, ...], part: str = ""
+    block: Differentiated, lowering: _Lowering, numbers: tuple[str, ...], streams: str, part: str = ""
 ) -> Template:
     """The template of a backward graph or of a part of one."""
-    nodes = chain(lowering.run())
+    nodes = chain(lowering.run(), streams)
     cotangent = block.cotangents[0] if block.cotangents else None
     output = _single(lowering.refs(cotangent)) if cotangent and cotangent in lowering.graph.tensors else None
     return Template(block.forward.name, "backward", nodes, output, numbers, part)

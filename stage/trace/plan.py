@@ -1,6 +1,6 @@
 """What a job asks of its stages: how the step is organised, apart from what a block computes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stage.mesh import Mesh
@@ -8,7 +8,8 @@ from stage.pipeline.schedule import Pipeline
 from stage.trace.buckets import Bucket
 from stage.trace.lower import Lowered
 from stage.trace.parameters import Parameter, Sharding
-from stage.trace.template import Ref, TemplateNode
+from stage.trace.streams import chain, stream_of
+from stage.trace.template import COMMUNICATION, Ref, TemplateNode
 
 __all__ = ["StagePlan", "StepPlan", "UnitPlan"]
 
@@ -21,7 +22,8 @@ class StepPlan:
     not once. `overlap` starts a bucket's reduction when it is complete, not at the end. `tied_elements` are those of
     the token table whose gradient first and last stage sum, because both use it and stand on different ranks.
     `experts` says whether any stage has some. `reshard` are the axes over which gathered parameters are sharded again
-    between forward and backward; None are all that they were gathered over.
+    between forward and backward; None are all that they were gathered over. `data` are the sets of axes over which
+    gradients are reduced, `streams` how communication is ordered (`stage.trace.streams`).
     """
 
     pipeline: Pipeline
@@ -37,8 +39,20 @@ class StepPlan:
     experts: bool
     sharding: Sharding
     reshard: tuple[str, ...] | None
+    data: tuple[tuple[str, ...], ...]
+    streams: str
     mesh: Mesh
     widths: Mapping[str, int]
+
+    @property
+    def reductions(self) -> tuple[str, ...]:
+        """The streams on which gradients are reduced."""
+        parts = (part for data in self.data for part in self.sharding.split(data) if part)
+        return tuple(dict.fromkeys(stream_of(part, self.streams) for part in parts)) or (COMMUNICATION,)
+
+    def chain(self, nodes: Sequence[TemplateNode]) -> tuple[TemplateNode, ...]:
+        """The nodes with the order of each stream added as dependencies."""
+        return chain(nodes, self.streams)
 
     def collective(
         self,

@@ -105,9 +105,9 @@ class Assembly:
     _last: dict[str, int] = field(default_factory=dict)
     _order: list[_Placing] = field(default_factory=list)
 
-    def last(self, stream: str) -> int:
-        """The id of the last node placed on a stream, -1 if there is none."""
-        return self._last.get(stream, -1)
+    def last(self, queue: str) -> int:
+        """The id of the last node placed on a queue, -1 if there is none."""
+        return self._last.get(queue, -1)
 
     def _learn(self, template: Template) -> _Placing:
         found = _Placing(template, template.ports, len(template.nodes), tuple(template.lasts().items()))
@@ -125,14 +125,14 @@ class Assembly:
         bucket: int = -1,
         **ports: int,
     ) -> int:
-        """Add an instance after all others and return its first id; ports that are streams connect by themselves."""
+        """Add an instance after all others and return its first id; ports that are queues connect by themselves."""
         placing = self._placing.get(id(template)) or self._learn(template)
         last, base = self._last, self.nodes
         connected = map((last | ports).get, placing.ports, NONE)
         numbers = (layer, micro_batch, self.step, tag, self.chunk, self.pipeline_phase, bucket)
         placing.rows.append((base, *earlier, *numbers, *connected))
-        for stream, offset in placing.lasts:
-            last[stream] = base + offset
+        for queue, offset in placing.lasts:
+            last[queue] = base + offset
         self.nodes = base + placing.nodes
         return base
 

@@ -14,7 +14,8 @@ from stage.pipeline.schedules import order
 from stage.trace.data_parallel import DataParallel
 from stage.trace.plan import StagePlan, StepPlan
 from stage.trace.program import NO_EARLIER, PIPELINE_PHASES, Assembly, Program
-from stage.trace.template import Ref, Template, TemplateNode, chain
+from stage.trace.streams import chain
+from stage.trace.template import COMPUTE, Ref, Template, TemplateNode
 
 __all__ = ["stage_program"]
 
@@ -57,9 +58,9 @@ class _Rank:
     def _forward(self, action: Action) -> None:
         i, units = action.micro_batch, self.plan.chunks[action.chunk]
         x = self._receive(action.chunk, FORWARD, i)
-        weights = self.data.gather(units.start, i, "forward", self.assembly.last("compute"))
+        weights = self.data.gather(units.start, i, "forward", self.assembly.last(COMPUTE))
         for at in units:
-            before = self.assembly.last("compute")
+            before = self.assembly.last(COMPUTE)
             template = self.plan.units[at].templates.forward
             base = self._place(at, template, i, x=x, weights=weights)
             self.runs[at, i] = _Run(base, x)
@@ -104,7 +105,7 @@ class _Rank:
     def _gather_backward(self, action: Action, at: int) -> int:
         if at not in self.plan.chunks[action.chunk] or not self._backward_template(action, at).nodes:
             return -1
-        return self.data.gather(at, action.micro_batch, "backward", self.assembly.last("compute"))
+        return self.data.gather(at, action.micro_batch, "backward", self.assembly.last(COMPUTE))
 
     def _place(
         self, at: int, template: Template, micro_batch: int, run: _Run | None = None, **ports: int
@@ -133,7 +134,7 @@ class _Rank:
             return self.handed.pop(key) if kind == "recv" else self.handed.setdefault(key, source)
         distance, tag = peer - self.plan.rank, self._tag(boundary, direction, micro_batch)
         template = _message(
-            kind, distance, direction, chunk, self.pipeline, self.step.message, self.step.dtype
+            kind, distance, direction, chunk, self.pipeline, self.step.message, self.step.dtype, self.step.streams
         )
         return self.assembly.place(template, micro_batch=micro_batch, tag=tag, data=source)
 
@@ -162,7 +163,7 @@ def _output(template: Template, base: int, given: int, forward: int = -1) -> int
 
 @lru_cache(maxsize=256)  # ranks of other stages send alike, and what is one template is encoded once
 def _message(
-    kind: str, distance: int, direction: int, chunk: int, pipeline: Pipeline, size: int, dtype: str
+    kind: str, distance: int, direction: int, chunk: int, pipeline: Pipeline, size: int, dtype: str, streams: str
 ) -> Template:
     """A send or receive of an activation or its cotangent, to or from the rank `distance` further."""
     deps = (Ref("port", "data"),) if kind == "send" else ()
@@ -172,7 +173,7 @@ def _message(
         name, kind, kind, size, peer=distance, channel=channel, deps=deps, dtype=dtype, phase="pipeline"
     )
     block = f"chunk{chunk}" if pipeline.chunks > 1 else "pipeline"
-    return Template(block, "pipeline", chain([node]), numbers=("micro_batch", *pipeline.marks))
+    return Template(block, "pipeline", chain([node], streams), numbers=("micro_batch", *pipeline.marks))
 
 
 def stage_program(plan: StagePlan, step: StepPlan) -> Program:

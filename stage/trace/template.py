@@ -5,20 +5,20 @@ A node of a template depends on other nodes of the same instance, on nodes of th
 outside, which each instance connects.
 
 Ports: `x` (what made the block's input), `dy` (what made the cotangent it starts from), `weights` (what gathered its
-parameters), names of their own for data-parallel work, and **streams**, whose port is the last node before it on them:
-`compute`, `comm`, and for receives one for each stage that something comes from.
+parameters), names of their own for data-parallel work, and **queues**, whose port is the last node before it on them
+(`stage.trace.streams`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from stage.errors import TraceError
 
-__all__ = ["EARLIER", "Ref", "Template", "TemplateNode"]
+__all__ = ["COMMUNICATION", "COMPUTE", "EARLIER", "Ref", "Template", "TemplateNode"]
 
 EARLIER = ("forward", "input")
 """The instances of the same block and micro-batch that a template may refer to."""
 
-COMPUTE = "compute"
+COMPUTE, COMMUNICATION = "compute", "comm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class TemplateNode:
     `kind` is `compute`, a collective (`all_reduce`, ...), `send` or `recv`. Work: `flops` (2 a multiply-add) and
     `bytes` moved to and from memory for compute; `bytes` of the message for communication, over the mesh's `axes`
     (one group of ranks) or with the `peer`, which is so many ranks further in the pipeline. `model_flops` is what a
-    FLOP count of the model credits it with.
+    FLOP count of the model credits it with. `stream` is the communication stream, where there are several.
     """
 
     name: str
@@ -48,6 +48,7 @@ class TemplateNode:
     axes: tuple[str, ...] = ()
     peer: int = 0
     channel: str = ""
+    stream: str = ""
     deps: tuple[Ref, ...] = ()
     dtype: str = ""
     phase: str = "forward"
@@ -68,9 +69,9 @@ class TemplateNode:
         return self.kind == COMPUTE
 
     @property
-    def stream(self) -> str:
-        """The stream a node is chained on; a receive waits for those before it of its own `channel` alone."""
-        return self.channel or (COMPUTE if self.is_compute else "comm")
+    def queue(self) -> str:
+        """What a node is chained on; a receive waits for those before it of its own `channel` alone."""
+        return self.channel or self.stream or (COMPUTE if self.is_compute else COMMUNICATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,8 @@ class Template:
     digits: int = 0
 
     def lasts(self) -> dict[str, int]:
-        """The index of the last node on each of its streams."""
-        return {node.stream: i for i, node in enumerate(self.nodes)}
+        """The index of the last node on each of its queues."""
+        return {node.queue: i for i, node in enumerate(self.nodes)}
 
     @property
     def ports(self) -> tuple[str, ...]:
@@ -100,15 +101,3 @@ class Template:
         return tuple(
             dict.fromkeys(str(r.target) for node in self.nodes for r in node.deps if r.kind == "port")
         )
-
-
-def chain(nodes: list[TemplateNode]) -> tuple[TemplateNode, ...]:
-    """The nodes with each stream's order added as dependencies: compute, communication, receives."""
-    last: dict[str, Ref] = {}
-    chained = []
-    for i, node in enumerate(nodes):
-        before = last.get(node.stream, Ref("port", node.stream))
-        deps = tuple(dict.fromkeys((*node.deps, before)))
-        chained.append(replace(node, deps=deps))
-        last[node.stream] = Ref("self", i)
-    return tuple(chained)
