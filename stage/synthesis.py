@@ -233,6 +233,7 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "recompute": strategy.recompute,
         "zero": strategy.zero,
         "bucket_size": strategy.bucket_size,
+        "streams": strategy.streams,
         "grad_reduce": request.grad_reduce,
         "dtype": request.dtype,
         "grad_dtype": request.grad_dtype,

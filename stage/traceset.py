@@ -21,9 +21,10 @@ from stage.trace.classes import RankClasses
 from stage.trace.expand import ClassImage, Encoded, expand
 from stage.trace.groups import GroupTable
 from stage.trace.image import NameStyle, Widths
-from stage.trace.limits import exceeded
+from stage.trace.limits import ONE_AT_A_TIME, exceeded
 from stage.trace.node import TraceNode
 from stage.trace.program import Program
+from stage.trace.streams import SINGLE
 from stage.trace.totals import totals
 from stage.trace.wire import encode_metadata, frame, read_trace
 
@@ -128,9 +129,11 @@ class TraceSet:
 
     @property
     def warnings(self) -> list[str]:
-        """Limits of single consumers that the job exceeds."""
+        """Limits of single consumers that the job exceeds, and what its streams risk in some."""
         tag = max((summary.get("largest_tag", 0) for summary in self.summaries), default=0)
-        return [text for _, text in exceeded(self.world, self.classes.groups.count, tag)]
+        several = self.description.get("streams", SINGLE) != SINGLE
+        limits = [text for _, text in exceeded(self.world, self.classes.groups.count, tag)]
+        return [*limits, *([ONE_AT_A_TIME] if several else [])]
 
     def _class_entry(self, number: int) -> dict[str, Any]:
         size, sha256 = self.classes.digest(number)

@@ -24,7 +24,9 @@ def record(rank: int, kinds: list[int], parents: list[list[int]], columns: list[
 
 def whole(found: RankRecord) -> Plan:
     count = len(found.structure.ids)
-    return build(found.structure, range(count), [found.structure.parents_of(at) for at in range(count)], None)
+    structure = found.structure
+    parents = [structure.parents_of(at) for at in range(count)]
+    return build(structure, range(count), parents, None, structure.streams)
 
 
 def random_rank(rank: int, chance: random.Random, events: list[tuple[int, Row]]) -> RankRecord:

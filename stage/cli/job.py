@@ -103,6 +103,15 @@ VocabMultiple = Annotated[
 Steps = Annotated[
     int, typer.Option("--steps", min=1, metavar="N", help="Training steps.", rich_help_panel=STEP)
 ]
+Streams = Annotated[
+    str | None,
+    typer.Option(
+        "--streams",
+        metavar="single|per-axis",
+        help="Communication one after another, or on a stream for each set of axes.",
+        rich_help_panel=STEP,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +148,7 @@ class JobOptions:
     dropout: Dropout = False
     vocab_multiple: VocabMultiple = None
     steps: Steps = 1
+    streams: Streams = None
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of `stage.synthesize`: the texts among the options are parsed."""
