@@ -69,6 +69,7 @@ class Strategy:
     reshard_after_forward: bool | int = (
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
+    tp_overlap_chunks: int = 1  # of a collective next to a matrix multiplication, and of that
     streams: str = "single"  # of communication: one, or one for each set of axes
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
     default_for: tuple[str, ...] = ()  # architectures that take this strategy when none is named
@@ -221,6 +222,7 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "dp_shard": _integer(1),
     "reshard_after_forward": _reshard,
     "bucket_first_stage": _flag,
+    "tp_overlap_chunks": _integer(1),
     "streams": _choice(STREAMS),
     "fuse": _flag,
     "default_for": _names(ARCHITECTURES, "architecture"),

@@ -5,7 +5,7 @@ model -> graph of each kind of block -> sharded -> differentiated -> recomputati
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import stage
 from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
+from stage.passes.chunk import chunk
 from stage.passes.fuse import fuse
 from stage.passes.recompute import recompute
 from stage.passes.shard import rest_layout, shard
@@ -70,6 +71,9 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
     if strategy.recompute != "none" and block in request.model.layers:
         both = recompute(both, strategy.recompute)
+    if strategy.tp_overlap_chunks > 1:
+        ahead, behind = (chunk(g, strategy.tp_overlap_chunks, mesh, sizes) for g in (both.forward, both.backward))
+        both = replace(both, forward=ahead, backward=behind)
     return both
 
 
@@ -233,6 +237,7 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "recompute": strategy.recompute,
         "zero": strategy.zero,
         "bucket_size": strategy.bucket_size,
+        "tp_overlap_chunks": strategy.tp_overlap_chunks,
         "streams": strategy.streams,
         "grad_reduce": request.grad_reduce,
         "dtype": request.dtype,

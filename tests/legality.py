@@ -52,7 +52,7 @@ FIXED_OPERANDS = {"reduce": 1, "embedding_backward": 2, "target_backward": 2, "c
 def terms(node: Node) -> list[Term]:
     """The sum that a node computes: products of operands, and operands that are only added."""
     n, outs = len(node.inputs), tuple(range(len(node.outputs)))
-    if node.op in ("add", "join"):
+    if node.op in ("add", "join", "chunk", "join_chunks"):
         return [Term(tuple(range(n)), outs, tuple(range(n)), additive=True)]
     if node.op == "sort_by_expert":
         return [Term(tuple(range(n)), outs, (n - 1,))]

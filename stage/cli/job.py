@@ -103,6 +103,16 @@ VocabMultiple = Annotated[
 Steps = Annotated[
     int, typer.Option("--steps", min=1, metavar="N", help="Training steps.", rich_help_panel=STEP)
 ]
+OverlapChunks = Annotated[
+    int | None,
+    typer.Option(
+        "--overlap-chunks",
+        min=1,
+        metavar="N",
+        help="Split collectives next to matrix multiplications in so many chunks that overlap.",
+        rich_help_panel=STEP,
+    ),
+]
 Streams = Annotated[
     str | None,
     typer.Option(
@@ -148,6 +158,7 @@ class JobOptions:
     dropout: Dropout = False
     vocab_multiple: VocabMultiple = None
     steps: Steps = 1
+    tp_overlap_chunks: OverlapChunks = None
     streams: Streams = None
 
     def options(self) -> dict[str, Any]:
