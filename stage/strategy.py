@@ -70,6 +70,7 @@ class Strategy:
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
     tp_overlap_chunks: int = 1  # of a collective next to a matrix multiplication, and of that
+    moe_shared_expert_overlap: bool = False  # shared experts run while tokens are dispatched to the others
     streams: str = "single"  # of communication: one, or one for each set of axes
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
     default_for: tuple[str, ...] = ()  # architectures that take this strategy when none is named
@@ -223,6 +224,7 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "reshard_after_forward": _reshard,
     "bucket_first_stage": _flag,
     "tp_overlap_chunks": _integer(1),
+    "moe_shared_expert_overlap": _flag,
     "streams": _choice(STREAMS),
     "fuse": _flag,
     "default_for": _names(ARCHITECTURES, "architecture"),

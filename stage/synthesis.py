@@ -4,7 +4,7 @@ model -> graph of each kind of block -> sharded -> differentiated -> recomputati
 -> stages -> programs -> trace set
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 import stage
+from stage.errors import StrategyError
 from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
 from stage.passes.chunk import chunk
 from stage.passes.fuse import fuse
+from stage.passes.overlap import overlap, overlaps
 from stage.passes.recompute import recompute
 from stage.passes.shard import rest_layout, shard
 from stage.pipeline.schedules import get_schedule
@@ -60,6 +62,7 @@ class _Kind:
 
     templates: Lowered
     parameters: tuple[Parameter, ...]
+    overlapped: frozenset[str]
 
 
 def sharded_block(request: Request, block: Block) -> Differentiated:
@@ -68,13 +71,31 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
     sizes = symbol_values(request)
     whole = request.model.graph(block)
     graph = shard(fuse(whole) if strategy.fuse else whole, strategy.shard, mesh, sizes)
+    graph = overlap(graph) if strategy.moe_shared_expert_overlap else graph
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
+    if strategy.moe_shared_expert_overlap:
+        both = replace(both, backward=overlap(both.backward))
     if strategy.recompute != "none" and block in request.model.layers:
         both = recompute(both, strategy.recompute)
     if strategy.tp_overlap_chunks > 1:
         ahead, behind = (chunk(g, strategy.tp_overlap_chunks, mesh, sizes) for g in (both.forward, both.backward))
         both = replace(both, forward=ahead, backward=behind)
     return both
+
+
+def _check_overlap(strategy: Strategy, kinds: Collection[_Kind]) -> None:
+    """Raise a `StrategyError` where an option that overlaps finds nothing in any block."""
+    found = frozenset[str]().union(*(kind.overlapped for kind in kinds))
+    if strategy.tp_overlap_chunks > 1 and "chunks" not in found:
+        raise StrategyError(
+            f"tp_overlap_chunks = {strategy.tp_overlap_chunks} splits nothing: no collective stands next to a matrix "
+            "multiplication; leave it at 1, or shard heads or d_ff over tp above 1"
+        )
+    if strategy.moe_shared_expert_overlap and "shared" not in found:
+        raise StrategyError(
+            "moe_shared_expert_overlap finds no shared expert beside an all-to-all; leave it out, "
+            "or take a model with shared experts and ep above 1"
+        )
 
 
 def symbol_values(request: Request) -> dict[str, int]:
@@ -101,6 +122,7 @@ def job(request: Request) -> Job:
         symbol_values(request), mesh, {"compute": request.dtype, "gradient": request.grad_dtype}
     )
     kinds = {block: _lowered(request, block, concrete) for block in dict.fromkeys(model.blocks)}
+    _check_overlap(request.strategy, kinds.values())
     step = _step_plan(request, kinds, widths, concrete)
     stages = cut(model, request.pipeline, request.stage_layers)
     programs = tuple(_program(rank, stages, kinds, step, request) for rank in range(request.pipeline.ranks))
@@ -126,7 +148,13 @@ def _lowered(request: Request, block: Block, concrete: Concrete) -> _Kind:
         split=split,
         streams=request.strategy.streams,
     )
-    return _Kind(templates, tuple(unit_parameters(both.forward, concrete)))
+    return _Kind(templates, tuple(unit_parameters(both.forward, concrete)), _overlapped(both))
+
+
+def _overlapped(both: Differentiated) -> frozenset[str]:
+    """What of a block overlaps by the strategy's options: `chunks` of collectives, or a `shared` expert."""
+    chunks = any(node.op == "chunk" for graph in (both.forward, both.backward) for node in graph.nodes)
+    return frozenset((*(["chunks"] if chunks else []), *(["shared"] if overlaps(both.forward) else [])))
 
 
 def _gathered(request: Request) -> bool:
@@ -238,6 +266,7 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "zero": strategy.zero,
         "bucket_size": strategy.bucket_size,
         "tp_overlap_chunks": strategy.tp_overlap_chunks,
+        "moe_shared_expert_overlap": strategy.moe_shared_expert_overlap,
         "streams": strategy.streams,
         "grad_reduce": request.grad_reduce,
         "dtype": request.dtype,

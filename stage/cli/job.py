@@ -113,6 +113,14 @@ OverlapChunks = Annotated[
         rich_help_panel=STEP,
     ),
 ]
+SharedOverlap = Annotated[
+    bool | None,
+    typer.Option(
+        "--moe-shared-expert-overlap/--no-moe-shared-expert-overlap",
+        help="Run shared experts while tokens are dispatched to the others.",
+        rich_help_panel=STEP,
+    ),
+]
 Streams = Annotated[
     str | None,
     typer.Option(
@@ -159,6 +167,7 @@ class JobOptions:
     vocab_multiple: VocabMultiple = None
     steps: Steps = 1
     tp_overlap_chunks: OverlapChunks = None
+    moe_shared_expert_overlap: SharedOverlap = None
     streams: Streams = None
 
     def options(self) -> dict[str, Any]:
