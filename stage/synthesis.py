@@ -78,7 +78,9 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
     if strategy.recompute != "none" and block in request.model.layers:
         both = recompute(both, strategy.recompute)
     if strategy.tp_overlap_chunks > 1:
-        ahead, behind = (chunk(g, strategy.tp_overlap_chunks, mesh, sizes) for g in (both.forward, both.backward))
+        ahead, behind = (
+            chunk(g, strategy.tp_overlap_chunks, mesh, sizes) for g in (both.forward, both.backward)
+        )
         both = replace(both, forward=ahead, backward=behind)
     return both
 

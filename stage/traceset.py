@@ -24,7 +24,7 @@ from stage.trace.image import NameStyle, Widths
 from stage.trace.limits import ONE_AT_A_TIME, exceeded
 from stage.trace.node import TraceNode
 from stage.trace.program import Program
-from stage.trace.streams import SINGLE
+from stage.trace.streams import several_streams
 from stage.trace.totals import totals
 from stage.trace.wire import encode_metadata, frame, read_trace
 
@@ -131,7 +131,7 @@ class TraceSet:
     def warnings(self) -> list[str]:
         """Limits of single consumers that the job exceeds, and what its streams risk in some."""
         tag = max((summary.get("largest_tag", 0) for summary in self.summaries), default=0)
-        several = self.description.get("streams", SINGLE) != SINGLE
+        several = several_streams(self.description, self.summaries)
         limits = [text for _, text in exceeded(self.world, self.classes.groups.count, tag)]
         return [*limits, *([ONE_AT_A_TIME] if several else [])]
 

@@ -112,7 +112,9 @@ class _Chunker:
         if node.name not in self.blocks:
             return False
         made = {out: self.blocks[before.name][1] for before in run for out in before.outputs}
-        return all(made.get(name, self.blocks[node.name][0]) == self.blocks[node.name][0] for name in node.inputs)
+        return all(
+            made.get(name, self.blocks[node.name][0]) == self.blocks[node.name][0] for name in node.inputs
+        )
 
     def _emit(self, run: Sequence[Node]) -> None:
         """The chunks of nodes that follow each other, all of the first chunk before any of the second."""
@@ -144,7 +146,9 @@ class _Chunker:
 
     def _join(self, name: str, blocks: int) -> None:
         attrs = {"dim": self.tensors[name].dim_names.index(TOKENS), "blocks": blocks}
-        self.nodes.append(Node("join_chunks", f"{name}.join", tuple(self.pieces[name, blocks]), (name,), attrs))
+        self.nodes.append(
+            Node("join_chunks", f"{name}.join", tuple(self.pieces[name, blocks]), (name,), attrs)
+        )
 
     def _piece(self, name: str) -> str:
         """A new tensor of a chunk's size, which lies as the whole does."""
@@ -179,9 +183,7 @@ def _sides(node: Node, blocks: Blocks) -> tuple[int, ...]:
     return (blocks[0],) * len(node.inputs) + (blocks[1],) * len(node.outputs)
 
 
-def _check(
-    tensor: Tensor, graph: Graph, runs: int, count: int, mesh: Mesh, sizes: Mapping[str, int]
-) -> None:
+def _check(tensor: Tensor, graph: Graph, runs: int, count: int, mesh: Mesh, sizes: Mapping[str, int]) -> None:
     """Raise a `LayoutError` where a device's tokens of a tensor do not divide into chunks."""
     if TOKENS not in tensor.dim_names:
         return

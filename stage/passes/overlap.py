@@ -71,7 +71,9 @@ def _flight(graph: Graph, own: Collection[str]) -> Node | None:
     for node in reversed(graph.nodes):
         if node.name in needed:
             needed.update(producers[name].name for name in node.inputs if name in producers)
-    return next((node for node in graph.nodes if own and node.op == DISPATCH and node.name not in needed), None)
+    return next(
+        (node for node in graph.nodes if own and node.op == DISPATCH and node.name not in needed), None
+    )
 
 
 def _behind(graph: Graph, names: Collection[str]) -> set[str]:

@@ -134,7 +134,14 @@ class _Rank:
             return self.handed.pop(key) if kind == "recv" else self.handed.setdefault(key, source)
         distance, tag = peer - self.plan.rank, self._tag(boundary, direction, micro_batch)
         template = _message(
-            kind, distance, direction, chunk, self.pipeline, self.step.message, self.step.dtype, self.step.streams
+            kind,
+            distance,
+            direction,
+            chunk,
+            self.pipeline,
+            self.step.message,
+            self.step.dtype,
+            self.step.streams,
         )
         return self.assembly.place(template, micro_batch=micro_batch, tag=tag, data=source)
 
@@ -163,7 +170,14 @@ def _output(template: Template, base: int, given: int, forward: int = -1) -> int
 
 @lru_cache(maxsize=256)  # ranks of other stages send alike, and what is one template is encoded once
 def _message(
-    kind: str, distance: int, direction: int, chunk: int, pipeline: Pipeline, size: int, dtype: str, streams: str
+    kind: str,
+    distance: int,
+    direction: int,
+    chunk: int,
+    pipeline: Pipeline,
+    size: int,
+    dtype: str,
+    streams: str,
 ) -> Template:
     """A send or receive of an activation or its cotangent, to or from the rank `distance` further."""
     deps = (Ref("port", "data"),) if kind == "send" else ()

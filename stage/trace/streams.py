@@ -10,12 +10,13 @@ Invariant: whatever the streams, dependencies follow the program order of the ra
 that order comes to its end if a run in program order does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from stage.trace.template import COMMUNICATION, Ref, TemplateNode
 
-__all__ = ["PER_AXIS", "SINGLE", "chain", "stream_of"]
+__all__ = ["PER_AXIS", "SINGLE", "chain", "several_streams", "stream_of"]
 
 SINGLE, PER_AXIS = "single", "per-axis"
 
@@ -29,6 +30,16 @@ def stream_of(axes: tuple[str, ...], streams: str) -> str:
     if streams == SINGLE:
         return COMMUNICATION
     return " ".join(axes) or "send"
+
+
+def several_streams(manifest: Mapping[str, Any], classes: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether some rank of a set communicates on more than one stream; `classes` are described as in the manifest."""
+    streams = manifest.get("streams", SINGLE)
+    used = (
+        {stream_of(tuple(one["axes"]), streams) for one in entry["communication"] if one["kind"] != "recv"}
+        for entry in classes
+    )
+    return any(len(found) > 1 for found in used)
 
 
 def chain(nodes: Sequence[TemplateNode], streams: str = SINGLE) -> tuple[TemplateNode, ...]:

@@ -138,7 +138,9 @@ class RankReader:
             ids, parents, starts = (
                 np.frombuffer(parts[at], kind) for at, kind in ((0, "u8"), (2, "i8"), (3, "i8"))
             )
-            found = Structure(ids, parts[1], parents.astype(np.int32), starts.astype(np.int32), reading.streams)
+            found = Structure(
+                ids, parts[1], parents.astype(np.int32), starts.astype(np.int32), reading.streams
+            )
             self.structures[digest] = found
         return found
 
