@@ -108,8 +108,24 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
     }
 
 
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ((), "exists already"),
+        (("--format", "bundle"), "is no bundle"),
+        (("--format", "bundle", "--out", "s3://bucket/job.stage"), "a bundle is one local file"),
+    ],
+)
+def test_a_place_that_can_not_be_written_is_refused_before_any_work(
+    recorder: Recorder, tmp_path: Path, capsys: Capture, more: tuple[str, ...], text: str
+) -> None:
+    assert main(["synth", "llama3-8b", "--out", str(tmp_path), *more]) == 2
+    assert text in capsys.readouterr().err
+    assert recorder.calls == []
+
+
 def test_synth_leaves_what_is_not_given_to_the_strategy(recorder: Recorder, tmp_path: Path) -> None:
-    assert main(["synth", "m", "--out", str(tmp_path)]) == 0
+    assert main(["synth", "m", "--out", str(tmp_path / "t")]) == 0
     (model, options), (_, writing) = recorder.calls
     assert model == ("m",)
     given = {key: value for key, value in options.items() if value is not None}

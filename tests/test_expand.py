@@ -9,6 +9,7 @@ import pytest
 from stage.synthesis import job as make_job
 from stage.trace.image import COLLECTIVE_TYPES, NameStyle
 from stage.trace.node import Attribute, NodeType, TraceNode
+from stage.trace.peer import Peer
 from stage.trace.program import COLUMNS, PIPELINE_PHASES, PORTS, Program
 from stage.trace.template import EARLIER, Ref, Template, TemplateNode
 from stage.trace.wire import encode_metadata, encode_node, frame, read_trace
@@ -130,10 +131,8 @@ def attributes(
         yield "pg_name", Attribute("string_val", group_of(traces, node.axes, position))
         yield "axes", Attribute("string_val", " ".join(node.axes))
     else:
-        here, there = (
-            rank_at(traces, position),
-            rank_at(traces, position + node.peer * traces.classes.ranks_per_class),
-        )
+        assert node.peer is not None
+        here, there = rank_at(traces, position), rank_at(traces, peer_of(traces, position, node.peer))
         src, dst = (here, there) if node.kind == "send" else (there, here)
         yield "comm_size", Attribute("int64_val", node.bytes)
         yield "comm_src", Attribute("int32_val", src)
@@ -153,6 +152,12 @@ def attributes(
 def rank_at(traces: TraceSet, position: int) -> int:
     placement = traces.classes.placement
     return position if placement is None else int(placement[position])
+
+
+def peer_of(traces: TraceSet, position: int, peer: Peer) -> int:
+    """The position so much further along some axes, found among the ranks of the group and not by formula."""
+    (row,) = [row for row in traces.classes.mesh.groups(peer.atoms).tolist() if position in row]
+    return int(row[(row.index(position) + peer.offset) % len(row)])
 
 
 def group_of(traces: TraceSet, axes: tuple[str, ...], position: int) -> str:

@@ -18,6 +18,7 @@ import stage.symbols
 import stage.synthesis
 import stage.trace.expand
 import stage.trace.lower
+import stage.trace.stage_program
 from stage.synthesis import synthesize
 from stage.trace.classes import RankClasses
 from stage.trace.verify_rank import RankReader
@@ -32,6 +33,7 @@ COUNTED = {
     "blocks lowered": (stage.synthesis, "lower"),
     "templates encoded": (stage.trace.expand, "encode_template"),
     "stages assembled": (stage.synthesis, "stage_program"),
+    "actions recorded": (stage.trace.stage_program, "record_action"),
     "classes expanded": (stage.traceset, "expand"),
 }
 

@@ -24,7 +24,7 @@ from stage.errors import TraceError
 from stage.io import container
 from stage.io.bundle import decode_positions, encode_positions, is_bundle, open_bundle
 from stage.io.bundle_job import JOB_LIMIT, MAX_MEMBERS, MAX_PATCHED, MAX_WORLD
-from stage.io.container import HEAD, MAGIC, MAX_MEMBER, open_container, write_container
+from stage.io.container import HEAD, MAGIC, MAX_MEMBER, VERSION, open_container, write_container
 from stage.traceset import TraceSet
 from stage.verification import verify_path
 
@@ -315,7 +315,7 @@ def test_the_first_and_the_last_byte_are_checked_and_the_end_is_the_end(tmp_path
         whole + b"x": f"is damaged: it has {len(whole) + 1} bytes, but should have {len(whole)}{end}",
         whole[:-1] + bytes([whole[-1] ^ 1]): f"is damaged: member job does not have its checksum{end}",
         whole[:50] + b"x" + whole[51:]: f"is damaged: its directory does not have its checksum{end}",
-        whole[:8] + b"\x02" + whole[9:]: "has format 2, but this release reads 1: take its release",
+        whole[:8] + b"\x03" + whole[9:]: "has format 3, but this release reads 1 and 2: take its release",
         whole[:15] + b"\xff" + whole[16:]: "is damaged: its directory is said to have ",
         whole.replace(b"\r\n", b"\n"): "is no bundle: give a folder of traces, or a file of --format bundle",
     }.items():
@@ -421,7 +421,7 @@ def forge_directory(path: Path, change: Callable[[list[list[Any]]], object]) -> 
     read = json.loads(whole[48 : 48 + length])
     change(read["members"])
     directory = json.dumps(read).encode()
-    head = HEAD.pack(MAGIC, 1, len(directory))
+    head = HEAD.pack(MAGIC, VERSION, len(directory))
     path.write_bytes(head + hashlib.sha256(head + directory).digest() + directory + whole[48 + length :])
     return path
 
@@ -456,8 +456,20 @@ JOB_FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no class": (lambda j: j.update(classes=[]), "0 classes do not share 8 ranks"),
     "three classes": (lambda j: j["classes"].append(j["classes"][0]), "3 classes do not share 8 ranks"),
     "a peer beyond": (
-        lambda j: j["classes"][1]["peers"][0].__setitem__(0, 1),
-        "1 stands where a number from -1 to 0",
+        lambda j: j["classes"][1]["peers"][1].__setitem__(1, 2),
+        "no rank of its mesh has a peer +2 over pp",
+    ),
+    "a peer over unknown axes": (
+        lambda j: j["classes"][1]["peers"][1].__setitem__(0, ["y"]),
+        "no rank of its mesh has a peer -1 over y",
+    ),
+    "a peer over axes twice": (
+        lambda j: j["classes"][1]["peers"][1].__setitem__(0, ["pp", "pp"]),
+        "no rank of its mesh has a peer -1 over pp pp",
+    ),
+    "a peer over nothing": (
+        lambda j: j["classes"][1]["peers"][1].__setitem__(0, []),
+        "no rank of its mesh has a peer itself",
     ),
     "a table of unknown axes": (
         lambda j: j["classes"][0]["groups"][0].__setitem__(0, ["y"]),
@@ -553,7 +565,7 @@ def bomb(path: Path, stated: int, real: int) -> Path:
     frame = zstandard.ZstdCompressor().compress(bytes(real))
     entry = ["job", len(frame), stated, hashlib.sha256(frame).hexdigest()]
     directory = json.dumps({"members": [entry]}).encode()
-    head = HEAD.pack(MAGIC, 1, len(directory))
+    head = HEAD.pack(MAGIC, VERSION, len(directory))
     path.write_bytes(head + hashlib.sha256(head + directory).digest() + directory + frame)
     return path
 

@@ -21,6 +21,7 @@ from stage.trace.decode import read_messages
 from stage.trace.expand import ClassImage
 from stage.trace.groups import GroupTable
 from stage.trace.image import Ints
+from stage.trace.peer import OWN, Peer
 from stage.trace.report import Report
 from stage.trace.spans import communication_spans
 from stage.trace.template import TemplateNode
@@ -30,6 +31,7 @@ from stage.traceset import Job, TraceSet
 from stage.verification import verify_set
 
 TINY = {"layers": 4, "d_model": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
+NEXT = Peer(("pp",), 1)
 Change = Callable[[ClassImage], ClassImage]
 
 
@@ -181,8 +183,8 @@ def without(image: ClassImage, at: int) -> ClassImage:
             for axes, rows in image.groups.items()
         },
         {
-            distance: moved(found[(found < start) | (found >= stop)], start, stop)
-            for distance, found in image.peers.items()
+            peer: moved(found[(found < start) | (found >= stop)], start, stop)
+            for peer, found in image.peers.items()
         },
     )
 
@@ -216,18 +218,18 @@ def test_a_dropped_node_that_only_its_class_misses_is_found_by_both() -> None:
 
 def other_peer(image: ClassImage) -> ClassImage:
     """One message goes to the rank itself."""
-    peers = {**image.peers, 1: image.peers[1][1:]}
-    return replace(image, peers={**peers, 0: np.append(image.peers[0], image.peers[1][0])})
+    peers = {**image.peers, NEXT: image.peers[NEXT][1:]}
+    return replace(image, peers={**peers, OWN: np.append(image.peers[OWN], image.peers[NEXT][0])})
 
 
 def no_such_peer(image: ClassImage) -> ClassImage:
     """One peer is the same for all ranks of the class."""
-    return replace(image, peers={**image.peers, 1: image.peers[1][1:]})
+    return replace(image, peers={**image.peers, NEXT: image.peers[NEXT][1:]})
 
 
 def shifted_peer(image: ClassImage) -> ClassImage:
     return replace(
-        image, peers={**image.peers, 1: image.peers[1] + np.eye(1, len(image.peers[1]), dtype=int)[0]}
+        image, peers={**image.peers, NEXT: image.peers[NEXT] + (np.arange(len(image.peers[NEXT])) == 0)}
     )
 
 
@@ -254,7 +256,7 @@ def scattered_group(image: ClassImage) -> ClassImage:
 def patched_size(image: ClassImage) -> ClassImage:
     """A rank's number is written where a size stands."""
     at = image.data.tobytes().index(b"comm_size") + len(b"comm_size") + 1
-    return replace(image, peers={**image.peers, 1: np.append(image.peers[1], at)})
+    return replace(image, peers={**image.peers, NEXT: np.append(image.peers[NEXT], at)})
 
 
 @pytest.mark.parametrize(
@@ -280,12 +282,13 @@ def test_a_group_over_other_axes_than_the_collective_says_is_found_by_class() ->
 
 
 def outside(image: ClassImage) -> ClassImage:
-    return replace(image, peers={**image.peers, 1: np.append(image.peers[1], len(image.data))})
+    return replace(image, peers={**image.peers, NEXT: np.append(image.peers[NEXT], len(image.data))})
 
 
 def beyond(image: ClassImage) -> ClassImage:
-    """A peer two stages further, where there are two stages."""
-    return replace(image, peers={**image.peers, 2: image.peers[1][:1], 1: image.peers[1][1:]})
+    """A peer two stages further, where there are two stages: the rank itself."""
+    peers = {Peer(("pp",), 2): image.peers[NEXT][:1], NEXT: image.peers[NEXT][1:]}
+    return replace(image, peers={**image.peers, **peers})
 
 
 def narrow(image: ClassImage) -> ClassImage:

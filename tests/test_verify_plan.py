@@ -7,7 +7,7 @@ import numpy as np
 from stage.trace.verify_node import COLL, COMP, RECV, SEND
 from stage.trace.verify_order import Structure
 from stage.trace.verify_plan import Plan, build, make_plan
-from stage.trace.verify_record import RankRecord
+from stage.trace.verify_record import PEER, ROWS, RankRecord
 from stage.trace.verify_run import run_together
 
 Row = tuple[int, int, int, int, int, int]
@@ -17,9 +17,9 @@ def record(rank: int, kinds: list[int], parents: list[list[int]], columns: list[
     starts = np.cumsum([0, *map(len, parents)]).astype(np.int32)
     flat = np.array([parent for found in parents for parent in found], np.int32)
     structure = Structure(np.arange(len(kinds), dtype=np.uint64), bytes(kinds), flat, starts)
-    return RankRecord(
-        rank, structure, np.array(columns, np.int64).reshape(-1, 6).T, comparable=True, runnable=True
-    )
+    rows = [(*row, row[PEER], 0) for row in columns]
+    found = np.array(rows, np.int64).reshape(-1, ROWS).T
+    return RankRecord(rank, structure, found, comparable=True, runnable=True)
 
 
 def whole(found: RankRecord) -> Plan:

@@ -32,16 +32,12 @@ def export(
 ) -> None:
     """Export a trace set for a simulator and list the files."""
     from stage.io.astra_sim import export_astra_sim
-    from stage.trace.limits import ONE_AT_A_TIME
-    from stage.trace.streams import several_streams
 
     assert to == "astra-sim"  # the only target that typer lets through
-    source = open_source(traces)
     with progress_bar("writing traces", quiet=json) as progress:
-        export_astra_sim(source, out, system, force=force, progress=progress)
-    manifest = source.manifest or {}
-    if several_streams(manifest, manifest.get("classes", ())):
-        print_warning(ONE_AT_A_TIME)
+        risks = export_astra_sim(open_source(traces), out, system, force=force, progress=progress)
+    for risk in risks:
+        print_warning(risk)
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     if json:
         print_json({"out": str(out), "files": files})

@@ -69,8 +69,7 @@ def synth(
         raise StageError("--ranks: a bundle holds all ranks; leave it out, and choose them with stage unpack")
     if form == "bundle" and (resume or jobs > 1 or dask is not None):
         raise StageError("--format bundle writes one small file: leave out --resume, --jobs and --dask")
-    if not out:
-        raise StageError("--out is empty; name the folder, file or URL to write")
+    _check_place(out, form, force=force)
     traces = stage.synthesize(model, **job.options())
     with interruptible(), progress_bar("writing traces", quiet=json) as progress:
         if form == "bundle":
@@ -86,3 +85,17 @@ def synth(
     print_report(report)
     if traces.warnings:
         print_warning("; ".join(traces.warnings))
+
+
+def _check_place(out: str, form: str, *, force: bool) -> None:
+    """Raise if what is asked for can not be written there, before any work is done for it."""
+    from stage.io.container import check_target
+    from stage.io.store import file_path
+    from stage.io.target import open_target
+
+    if not out:
+        raise StageError("--out is empty; name the folder, file or URL to write")
+    if form == "bundle":
+        check_target(file_path(out), force=force)
+    else:
+        open_target(out).check(force=force)

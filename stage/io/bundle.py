@@ -98,7 +98,7 @@ class ImageReader:
             axes: positions[:, None] + np.arange(self.widths[axes])
             for (axes, _), positions in zip(entry.groups, found, strict=False)
         }
-        peers = dict(zip((distance for distance, _ in entry.peers), found[len(groups) :], strict=True))
+        peers = dict(zip((peer for peer, _ in entry.peers), found[len(groups) :], strict=True))
         return ClassImage(np.frombuffer(data, np.uint8), groups, peers)
 
 
@@ -113,7 +113,7 @@ def open_bundle(path: str | Path) -> Bundle:
     container = open_container(file_path(path))
     content = container.read("job", JOB_LIMIT)
     with damage(container.path):
-        job = parse_job(content)
+        job = parse_job(content, container.version)
     placement = read_placement(container, job.mesh) if job.placed else None
     description = dict(job.description)
     if job.listed and placement is not None:
@@ -171,12 +171,12 @@ def members(traces: Traces, progress: Progress | None) -> Iterator[tuple[str, by
     for number in range(classes.count):
         image = classes.image(number)
         groups = {axes: np.sort(places[:, 0]) for axes, places in sorted(image.groups.items())}
-        peers = {distance: np.sort(places) for distance, places in sorted(image.peers.items())}
+        peers = {peer: np.sort(places) for peer, places in sorted(image.peers.items())}
         yield f"image.{number}", image.data.tobytes()
         yield f"tables.{number}", encode_positions([*groups.values(), *peers.values()])
         counts = tuple((axes, len(at)) for axes, at in groups.items())
-        distances = tuple((distance, len(at)) for distance, at in peers.items())
-        entries.append(ClassEntry(*classes.digest(number), counts, distances, traces.summaries[number]))
+        named = tuple((peer, len(at)) for peer, at in peers.items())
+        entries.append(ClassEntry(*classes.digest(number), counts, named, traces.summaries[number]))
         if progress is not None:
             progress(number + 1, classes.count)
     placement = classes.placement

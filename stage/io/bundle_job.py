@@ -16,6 +16,7 @@ from stage.mesh import Mesh
 from stage.trace.classes import RankClasses
 from stage.trace.groups import PIPELINE_ENDS, GroupTable
 from stage.trace.image import PEER_WIDTH
+from stage.trace.peer import Peer
 
 __all__ = [
     "JOB_LIMIT",
@@ -47,13 +48,13 @@ class GroupEntry:
 class ClassEntry:
     """A class: the length and digest of its image, the lengths of its tables, and its totals for the manifest.
 
-    `groups` has the axes and `peers` the distance in stages with each table's number of positions.
+    `groups` has the axes and `peers` the formula with each table's number of positions.
     """
 
     size: int
     sha256: str
     groups: tuple[tuple[tuple[str, ...], int], ...]
-    peers: tuple[tuple[int, int], ...]
+    peers: tuple[tuple[Peer, int], ...]
     summary: Mapping[str, Any]
 
 
@@ -92,15 +93,24 @@ def encode_job(job: JobEntry) -> bytes:
         "placement_in_description": job.listed,
         "description": job.description,
         "classes": [
-            {"bytes": c.size, "sha256": c.sha256, "groups": c.groups, "peers": c.peers, "summary": c.summary}
+            {
+                "bytes": c.size,
+                "sha256": c.sha256,
+                "groups": c.groups,
+                "peers": [(*peer, count) for peer, count in c.peers],
+                "summary": c.summary,
+            }
             for c in job.classes
         ],
     }
     return json.dumps(content, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
 
 
-def parse_job(content: bytes) -> JobEntry:
-    """Return the job in JSON text; ValueError, KeyError, TypeError or RecursionError say why it is none."""
+def parse_job(content: bytes, version: int) -> JobEntry:
+    """Return the job in JSON text of a version of the format.
+
+    ValueError, KeyError, TypeError or RecursionError say why it is none.
+    """
     read = json.loads(content)
     mesh = parse_mesh(read["mesh"])
     groups = parse_groups(read["groups"], mesh)
@@ -110,7 +120,9 @@ def parse_job(content: bytes) -> JobEntry:
     if not 0 < len(classes) <= mesh.world or mesh.world % len(classes):
         raise ValueError(f"{len(classes)} classes do not share {mesh.world} ranks")
     known = {group.axes: group.width for group in groups}
-    entries = tuple(parse_class(entry, i, len(classes), known) for i, entry in enumerate(classes))
+    if version == 1:
+        classes = [renewed(entry) for entry in classes]
+    entries = tuple(parse_class(entry, i, mesh, known) for i, entry in enumerate(classes))
     description = checked(read["description"])
     flags = read["placement"] is True, read["placement_in_description"] is True
     return JobEntry(mesh, groups, description, *flags, entries)
@@ -148,12 +160,12 @@ def parse_groups(read: Sequence[Mapping[str, Any]], mesh: Mesh) -> tuple[GroupEn
 
 
 def parse_class(
-    read: Mapping[str, Any], number: int, count: int, widths: Mapping[tuple[str, ...], int]
+    read: Mapping[str, Any], number: int, mesh: Mesh, widths: Mapping[tuple[str, ...], int]
 ) -> ClassEntry:
     """Return a class whose peers exist and whose tables have a possible length."""
     groups = tuple((tuple(axes), integer(n, 0, MAX_PATCHED)) for axes, n in read["groups"])
     peers = tuple(
-        (integer(d, -number, count - 1 - number), integer(n, 0, MAX_PATCHED)) for d, n in read["peers"]
+        (parse_peer(atoms, offset, mesh), integer(n, 0, MAX_PATCHED)) for atoms, offset, n in read["peers"]
     )
     if len(dict(groups)) < len(groups) or len(dict(peers)) < len(peers):
         raise ValueError(f"class {number} has two tables of one name")
@@ -163,6 +175,20 @@ def parse_class(
     summary = checked(read["summary"])
     integer(summary["nodes"], 0, MAX_MEMBER)
     return ClassEntry(integer(read["bytes"], 1, MAX_MEMBER), text(read["sha256"]), groups, peers, summary)
+
+
+def parse_peer(atoms: Sequence[Any], offset: Any, mesh: Mesh) -> Peer:
+    """Return a peer that there is on a mesh."""
+    peer = Peer(tuple(text(atom) for atom in atoms), integer(offset, -MAX_WORLD, MAX_WORLD))
+    if not peer.exists(mesh):
+        raise ValueError(f"no rank of its mesh has a peer {peer}")
+    return peer
+
+
+def renewed(read: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a class of version 1 as version 2 has it: there all peers were so many stages further."""
+    peers = [[["pp"] if distance else [], distance, count] for distance, count in read["peers"]]
+    return {**read, "peers": peers}
 
 
 def checked(read: Any) -> dict[str, Any]:

@@ -35,7 +35,8 @@ __all__ = [
 ]
 
 MAGIC = b"\x89STAGE\r\n"
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
 HEAD = struct.Struct("<8sII")
 DIRECTORY = HEAD.size + 32
 MAX_DIRECTORY = 4 << 20
@@ -58,6 +59,7 @@ class Container:
     """An open file; a member is read when it is asked for, and not kept."""
 
     path: Path
+    version: int
     members: Mapping[str, Member]
 
     def read(self, name: str, limit: int = MAX_MEMBER) -> bytes:
@@ -108,9 +110,10 @@ def open_container(path: Path) -> Container:
             if len(start) < DIRECTORY:
                 raise ValueError("it ends within its head")
             _, version, length = HEAD.unpack_from(start)
-            if version != VERSION:
+            if version not in READABLE:
+                known = " and ".join(map(str, READABLE))
                 raise TraceError(
-                    f"{path} has format {version}, but this release reads {VERSION}: take its release"
+                    f"{path} has format {version}, but this release reads {known}: take its release"
                 )
             if length > MAX_DIRECTORY:
                 raise ValueError(f"its directory is said to have {length} bytes")
@@ -118,7 +121,7 @@ def open_container(path: Path) -> Container:
             if hashlib.sha256(start[: HEAD.size] + directory).digest() != start[HEAD.size :]:
                 raise ValueError("its directory does not have its checksum")
     with damage(path):
-        return Container(path, read_directory(directory, DIRECTORY + length, end))
+        return Container(path, version, read_directory(directory, DIRECTORY + length, end))
 
 
 def read_directory(directory: bytes, start: int, end: int) -> dict[str, Member]:

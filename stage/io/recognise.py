@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 
 from stage.errors import StageError
 from stage.io.chakra import DirectorySource
+from stage.io.recognise_peers import PeerSearch
 from stage.mesh import Mesh
 from stage.trace.classes import RankClasses
 from stage.trace.expand import ClassImage
 from stage.trace.groups import PIPELINE_ENDS, GroupTable
 from stage.trace.image import PEER_WIDTH
-from stage.trace.spans import GROUP_NAME, Span, communication_spans
+from stage.trace.peer import Peer
+from stage.trace.spans import GROUP_NAME, Span, communication_spans, span_value
 from stage.trace.verify_manifest import is_atom
 
 __all__ = ["recognise_classes"]
@@ -38,6 +40,14 @@ class Shape:
     def rank_at(self, position: int) -> int:
         """The rank at a position of the mesh."""
         return position if self.placement is None else int(self.placement[position])
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A position of the mesh with the file of the rank there."""
+
+    position: int
+    data: bytes
 
 
 def recognise_classes(source: DirectorySource) -> RankClasses | None:
@@ -75,15 +85,18 @@ def read_shape(manifest: Mapping[str, Any]) -> Shape | None:
 def read_classes(source: DirectorySource, shape: Shape) -> RankClasses | None:
     """The classes that the files of the first ranks of each stage describe."""
     size = shape.mesh.world // shape.count
-    firsts = [source.rank(shape.rank_at(number * size)) for number in range(shape.count)]
-    spans = [list(communication_spans(data)) for data in firsts]
+    pairs = []
+    for number in range(shape.count):
+        places = number * size, (number + 1) * size - 1
+        pairs.append([Place(at, source.rank(shape.rank_at(at))) for at in places])
+    spans = [list(communication_spans(first.data)) for first, _ in pairs]
     axes = {span.axes for found in spans for span in found if span.name == GROUP_NAME}
     if not all(known(shape, names) for names in axes):
         return None
     table = GroupTable(shape.mesh, axes, shape.placement)
     images = []
-    for number, (data, found) in enumerate(zip(firsts, spans, strict=True)):
-        image = read_image(data, found, table, number * size, size)
+    for (first, last), found in zip(pairs, spans, strict=True):
+        image = read_image(first, last, found, table)
         if image is None:
             return None
         images.append(image)
@@ -97,33 +110,35 @@ def known(shape: Shape, axes: tuple[str, ...]) -> bool:
     return bool(axes) and len(set(axes)) == len(axes) and set(axes) <= set(shape.mesh.names)
 
 
-def read_image(
-    data: bytes, spans: Iterable[Span], table: GroupTable, position: int, size: int
-) -> ClassImage | None:
-    """The bytes of a class and the fields in them that each rank has for itself."""
-    placed = None if table.placement is None else np.argsort(table.placement)
+def read_image(first: Place, last: Place, spans: Iterable[Span], table: GroupTable) -> ClassImage | None:
+    """The bytes of a class, those of its first rank, and the fields in them that each rank has for itself.
+
+    Files of a class whose lengths or places of fields differ are found by comparison of all bytes, later.
+    """
+    if len(first.data) != len(last.data):
+        return None
+    search = PeerSearch(table.mesh, table.placement, (first.position, last.position))
     groups: dict[tuple[str, ...], list[int]] = {}
-    peers: dict[int, list[int]] = {}
+    peers: dict[Peer, list[int]] = {}
     for span in spans:
         if span.name == GROUP_NAME:
             if span.stop - span.start != table.width(span.axes):
                 return None
             groups.setdefault(span.axes, []).append(span.start)
             continue
-        value = int(span.value)
-        if span.stop - span.start != PEER_WIDTH or not 0 <= value < table.mesh.world:
+        if span.stop - span.start != PEER_WIDTH:
             return None
-        there = value if placed is None else int(placed[value])
-        if (there - position) % size:
+        peer = search.find(int(span.value), int(span_value(last.data, span)))
+        if peer is None:
             return None
-        peers.setdefault((there - position) // size, []).append(span.start)
+        peers.setdefault(peer, []).append(span.start)
     return ClassImage(
-        np.frombuffer(data, np.uint8),
+        np.frombuffer(first.data, np.uint8),
         {
             axes: np.array(starts, np.int64)[:, None] + np.arange(table.width(axes))
             for axes, starts in groups.items()
         },
-        {distance: np.array(starts, np.int64) for distance, starts in peers.items()},
+        {peer: np.array(starts, np.int64) for peer, starts in peers.items()},
     )
 
 

@@ -15,6 +15,7 @@ from stage.errors import TraceError
 from stage.mesh import Mesh
 from stage.trace.expand import ClassImage
 from stage.trace.groups import GroupTable
+from stage.trace.peer import Peer, peer_positions
 from stage.trace.stamp import Stamp
 
 __all__ = ["RankClasses"]
@@ -69,6 +70,18 @@ class RankClasses:
         """The class of a rank."""
         return self.position(rank) // self.ranks_per_class
 
+    def numbers(self, positions: Ints) -> Ints:
+        """The classes of the ranks at these positions of the mesh."""
+        return positions // self.ranks_per_class
+
+    def positions(self, number: int) -> Ints:
+        """The positions of the ranks of a class, ascending."""
+        return np.arange(number * self.ranks_per_class, (number + 1) * self.ranks_per_class, dtype=np.int64)
+
+    def first(self, number: int) -> int:
+        """The rank at the first of the positions of a class."""
+        return self.rank_at(number * self.ranks_per_class)
+
     def image(self, number: int) -> ClassImage:
         """The bytes shared by the ranks of a class."""
         image = self._images.pop(number, None)
@@ -116,11 +129,10 @@ class RankClasses:
     def _stamp(self, number: int) -> Stamp:
         image = self.image(number)  # asked for first, so that it counts as used and stays
         if number not in self._stamps:
-            self._stamps[number] = Stamp(image, self.groups, self._neighbours)
+            self._stamps[number] = Stamp(image, self.groups, self.peers)
         return self._stamps[number]
 
-    def _neighbours(self, positions: Ints, distance: int) -> Ints:
-        """The ranks `distance` stages further at the same places of the other axes."""
-        there = positions + distance * self.ranks_per_class
-        assert ((there >= 0) & (there < self.mesh.world)).all(), "a stage at the end has no such neighbour"
+    def peers(self, positions: Ints, peer: Peer) -> Ints:
+        """The ranks that are this peer of the ranks at these positions of the mesh."""
+        there = peer_positions(self.mesh, positions, peer)
         return there if self.placement is None else self.placement[there]

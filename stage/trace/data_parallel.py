@@ -7,9 +7,10 @@ gradients. What the nodes are is said by `fsdp`, `reduction` and `optimizer`; he
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+from stage.pipeline.schedule import Action
 from stage.trace.buckets import Bucket
 from stage.trace.fsdp import gather_template, scatter_template
 from stage.trace.optimizer import adam_template, gather_bucket_template, update_template
@@ -31,10 +32,11 @@ class DataParallel:
     step: StepPlan
     assembly: Assembly
     templates: dict[tuple[object, ...], Template] = field(default_factory=dict)
-    reduced: set[int] = field(default_factory=set)
     whole: dict[int, int] = field(default_factory=dict)
-    completed: Counter[int] = field(default_factory=Counter)
     updated: int = -1
+    _completed: Counter[int] = field(default_factory=Counter)
+    _first: bool = False
+    _last: bool = False
     _fsdp: bool = field(init=False)
     _due: dict[int, list[int]] = field(default_factory=dict)
 
@@ -46,6 +48,14 @@ class DataParallel:
         ):  # experts stand behind attention
             self._due.setdefault(bucket.unit, []).append(i)
 
+    def begin(self, action: Action) -> Hashable:
+        """Turn to an action; where what this returns is equal, actions of a kind and chunk place the same."""
+        completes = action.kind in ("B", "W")
+        self._completed[action.chunk] += completes
+        self._first = action.micro_batch == 0 and not self._fsdp
+        self._last = completes and self._completed[action.chunk] == self.step.pipeline.micro_batches
+        return self._first, self._last, frozenset(self.whole)
+
     def gather(self, unit: int, micro_batch: int, phase: str, free: int) -> int:
         """The node after which a block's parameters are whole; -1 where they always are, or the chunk has no such one.
 
@@ -56,7 +66,7 @@ class DataParallel:
         if unit not in self.plan.chunks[self.assembly.chunk]:
             return -1
         if not self._fsdp:
-            return self.updated if phase == "forward" and micro_batch == 0 else -1
+            return self.updated if phase == "forward" and self._first else -1
         if unit in self.whole:
             return self.whole[unit]
         plan = self.plan.units[unit]
@@ -78,17 +88,18 @@ class DataParallel:
 
     def complete(self, unit: int, micro_batch: int) -> None:
         """Reduce the gradients that a block has completed: those of all micro-batches after its last one."""
-        self.completed[unit] += 1
-        last = self.completed[unit] == self.step.pipeline.micro_batches
-        if not (last or self.step.per_micro_batch):
+        if not (self._last or self.step.per_micro_batch):
             return
         if self._fsdp:
             self._scatter(unit, micro_batch)
-        elif self.step.overlap or self.step.per_micro_batch:
+        elif self._early:
             for i in self._due.get(unit, ()):
                 self._reduce(i, "backward", micro_batch)
-                if last:
-                    self.reduced.add(i)
+
+    @property
+    def _early(self) -> bool:
+        """Whether gradients are reduced as soon as they are complete, not at the end of a step."""
+        return self.step.overlap or self.step.per_micro_batch
 
     def _scatter(self, unit: int, micro_batch: int) -> None:
         plan = self.plan.units[unit]
@@ -108,12 +119,10 @@ class DataParallel:
 
     def finish(self) -> None:
         """Everything after the last backward of a step."""
-        self.completed.clear()
-        if not self._fsdp:
+        self._completed.clear()
+        if not (self._fsdp or self._early):
             for i in range(len(self.plan.buckets)):
-                if i not in self.reduced:
-                    self._reduce(i, "finalize")
-            self.reduced.clear()
+                self._reduce(i, "finalize")
         ready = {f"reduced.{stream}": self.assembly.last(stream) for stream in self.step.reductions}
         ready["grad"] = self.assembly.last(COMPUTE)
         key = ("update",)

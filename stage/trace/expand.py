@@ -25,6 +25,7 @@ from stage.trace.image import (
     Widths,
     encode_template,
 )
+from stage.trace.peer import Peer
 from stage.trace.program import COLUMNS, PIPELINE_PHASES, PORTS, Program
 from stage.trace.scatter import Scatter, digit_words, varint_words
 from stage.trace.wire import varint
@@ -55,12 +56,12 @@ class ClassImage:
     """The bytes of a rank class's trace, and where each rank's own group names and peers go.
 
     `groups` maps axes to a row of positions for each place of the name (padded length and digits); `peers` maps a
-    distance in stages to the positions of that rank's number.
+    peer to the positions of that rank's number.
     """
 
     data: Bytes
     groups: dict[tuple[str, ...], Ints]
-    peers: dict[int, Ints]
+    peers: dict[Peer, Ints]
 
     @property
     def memory(self) -> int:
@@ -123,18 +124,18 @@ def expand(
     data[: len(header)] = np.frombuffer(header, np.uint8)
     scatter = Scatter(data)
     groups: dict[tuple[str, ...], list[Ints]] = {}
-    peers: dict[int, list[Ints]] = {}
+    peers: dict[Peer, list[Ints]] = {}
     for (image, rows), at in zip(parts, starts, strict=True):
         _fill(scatter, at, image, rows)
         for axes, positions in image.groups.items():
             places = (at[:, None] + positions).reshape(-1, 1) + np.arange(widths.groups[axes])
             groups.setdefault(axes, []).append(places)
-        for distance, positions in image.peers.items():
-            peers.setdefault(distance, []).append((at[:, None] + positions).ravel())
+        for peer, positions in image.peers.items():
+            peers.setdefault(peer, []).append((at[:, None] + positions).ravel())
     return ClassImage(
         data,
         {axes: np.concatenate(found) for axes, found in groups.items()},
-        {distance: np.concatenate(found) for distance, found in peers.items()},
+        {peer: np.concatenate(found) for peer, found in peers.items()},
     )
 
 

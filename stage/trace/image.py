@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stage.trace.node import CommType, NodeType
+from stage.trace.peer import OWN, Peer
 from stage.trace.program import PIPELINE_PHASES
 from stage.trace.template import EARLIER, Ref, Template, TemplateNode
 from stage.trace.wire import attribute as encode_attribute
@@ -70,8 +71,8 @@ class Image:
     `ids` has a row (position, source, offset) for each id and dependency; a source is a place in `SOURCES`, or after
     these a port. `fields` maps `layer micro_batch chunk step tag` to positions of varints, `pipeline_phase` to those of
     a text and its length, and `digits` numbers of names to positions of text, of as many digits as `counts` has.
-    `groups` maps axes to the positions of their names, `peers` a distance in stages (0 is the rank itself) to positions
-    of ranks.
+    `groups` maps axes to the positions of their names, `peers` a peer (`OWN` is the rank itself) to those of its
+    number.
     """
 
     data: Bytes
@@ -80,7 +81,7 @@ class Image:
     digits: dict[str, Ints]
     counts: dict[str, int]
     groups: dict[tuple[str, ...], Ints]
-    peers: dict[int, Ints]
+    peers: dict[Peer, Ints]
     id_width: int
 
 
@@ -97,7 +98,7 @@ class _Encoder:
             "layer": style.layer, "micro_batch": style.micro_batch, "step": style.step, "bucket": template.digits
         }  # fmt: skip
         self.groups: dict[tuple[str, ...], list[int]] = {}
-        self.peers: dict[int, list[int]] = {}
+        self.peers: dict[Peer, list[int]] = {}
         self.marks: list[tuple[int, object]] = []
 
     def node(self, index: int, node: TemplateNode, deps: Sequence[tuple[int, int]]) -> None:
@@ -136,7 +137,7 @@ class _Encoder:
             assert isinstance(key, tuple)
             self.groups.setdefault(key, []).append(at)
         else:
-            assert isinstance(key, int)
+            assert isinstance(key, Peer)
             self.peers.setdefault(key, []).append(at)
 
     def _name(self, node: TemplateNode, marks: list[tuple[str, object, int]], start: int) -> bytes:
@@ -178,11 +179,10 @@ class _Encoder:
             found.append((attribute("axes", "string_val", " ".join(node.axes)), None))
         else:
             found.append((attribute("comm_size", "int64_val", node.bytes), None))
-            ends = (0, node.peer) if node.kind == "send" else (node.peer, 0)
-            for key, distance in zip(("comm_src", "comm_dst"), ends, strict=True):
-                found.append(
-                    (attribute(key, "int32_val", 0, width=PEER_WIDTH), ("peer", distance, PEER_WIDTH))
-                )
+            assert node.peer is not None, f"{node.name} goes nowhere"
+            ends = (OWN, node.peer) if node.kind == "send" else (node.peer, OWN)
+            for key, peer in zip(("comm_src", "comm_dst"), ends, strict=True):
+                found.append((attribute(key, "int32_val", 0, width=PEER_WIDTH), ("peer", peer, PEER_WIDTH)))
             found.append(
                 (attribute("comm_tag", "int32_val", 0, width=TAG_WIDTH), ("field", "tag", TAG_WIDTH))
             )

@@ -11,8 +11,8 @@ TAG_LIMIT: Final = 500_000_000
 """Tags from here on are those of ASTRA-sim's own collectives."""
 
 ONE_AT_A_TIME: Final = (
-    "communication is on several streams: ASTRA-sim runs one at a time, lowest free id first, so ranks of unequal speed "
-    "may start them in different orders and block each other"
+    "communication is on several streams: ASTRA-sim runs one at a time, lowest free id first, so ranks of "
+    "unequal speed may start them in different orders and block each other"
 )
 """What a set with several communication streams risks."""
 

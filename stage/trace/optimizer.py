@@ -82,10 +82,10 @@ def _sums(plan: StagePlan, step: StepPlan) -> list[TemplateNode]:
 def _norm(step: StepPlan, elements: int, start: int) -> list[TemplateNode]:
     """The squared norm of a device's gradients, and its sum over all devices whose gradients differ."""
     size = max(1, elements * step.widths["gradient"])
+    work, waits = max(1, 2 * elements), _after(step, start)
     nodes = [
         TemplateNode(
-            "gradient_norm", "compute", "gradient_norm", size, max(1, 2 * elements), deps=_after(step, start), dtype="fp32",
-            phase="optimizer",
+            "gradient_norm", "compute", "gradient_norm", size, work, deps=waits, dtype="fp32", phase="optimizer"
         )
     ]  # fmt: skip
     for kind, axes in _norm_axes(step):

@@ -4,8 +4,8 @@ An instance gives a template ids, a layer, a micro-batch and connections. Ids as
 the priority in which a consumer issues nodes that are free at the same time.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Final
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stage.trace.template import EARLIER, Template
 
-__all__ = ["COLUMNS", "NO_EARLIER", "PIPELINE_PHASES", "PORTS", "Assembly", "Instance", "Program"]
+__all__ = ["COLUMNS", "NO_EARLIER", "PIPELINE_PHASES", "PORTS", "Assembly", "Instance", "Program", "Rows"]
 
 Ints = NDArray[np.int64]
 
@@ -29,9 +29,6 @@ COLUMNS: Final = (
     "bucket",
 )
 """Columns of instances: their first id, those of earlier ones, and the numbers they are named by or marked with."""
-
-NONE: Final = repeat(-1)
-"""The id of a port that is connected to nothing, for each of them."""
 
 PORTS: Final = len(COLUMNS)
 """The first of the columns that hold an id for each port of the template, -1 for none."""
@@ -83,14 +80,26 @@ class Program:
 
 
 @dataclass(slots=True)
-class _Placing:
-    """What placing a template needs to know of it, and the instances that are placed."""
+class Rows:
+    """The instances of a template that are placed, one by one and many at a time, and what placing needs to know."""
 
     template: Template
     ports: tuple[str, ...]
     nodes: int
     lasts: tuple[tuple[str, int], ...]
-    rows: list[tuple[int, ...]] = field(default_factory=list)
+    placed: list[tuple[int, ...]] = field(default_factory=list)
+    columns: list[Ints] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, template: Template) -> "Rows":
+        """No instances yet."""
+        return cls(template, template.ports, len(template.nodes), tuple(template.lasts().items()))
+
+    def in_order(self) -> Ints:
+        """All of them, a row each, in the order of their ids."""
+        own = np.array(self.placed, np.int64).reshape(-1, PORTS + len(self.ports))
+        rows = np.concatenate([own, *self.columns])
+        return rows[np.argsort(rows[:, 0])]
 
 
 @dataclass(slots=True)
@@ -101,19 +110,21 @@ class Assembly:
     step: int = 0
     chunk: int = 0
     pipeline_phase: int = 0
-    _placing: dict[int, _Placing] = field(default_factory=dict)
+    _rows: dict[int, Rows] = field(default_factory=dict)
     _last: dict[str, int] = field(default_factory=dict)
-    _order: list[_Placing] = field(default_factory=list)
+
+    @property
+    def templates(self) -> list[Rows]:
+        """The instances of each template."""
+        return list(self._rows.values())
+
+    def rows(self, template: Template) -> Rows:
+        """The instances of a template."""
+        return self._rows.setdefault(id(template), Rows.of(template))
 
     def last(self, queue: str) -> int:
         """The id of the last node placed on a queue, -1 if there is none."""
         return self._last.get(queue, -1)
-
-    def _learn(self, template: Template) -> _Placing:
-        found = _Placing(template, template.ports, len(template.nodes), tuple(template.lasts().items()))
-        self._placing[id(template)] = found
-        self._order.append(found)
-        return found
 
     def place(
         self,
@@ -126,21 +137,22 @@ class Assembly:
         **ports: int,
     ) -> int:
         """Add an instance after all others and return its first id; ports that are queues connect by themselves."""
-        placing = self._placing.get(id(template)) or self._learn(template)
-        last, base = self._last, self.nodes
-        connected = map((last | ports).get, placing.ports, NONE)
+        rows, base = self.rows(template), self.nodes
+        connected = [ports[name] if name in ports else self.last(name) for name in rows.ports]
         numbers = (layer, micro_batch, self.step, tag, self.chunk, self.pipeline_phase, bucket)
-        placing.rows.append((base, *earlier, *numbers, *connected))
-        for queue, offset in placing.lasts:
-            last[queue] = base + offset
-        self.nodes = base + placing.nodes
+        rows.placed.append((base, *earlier, *numbers, *connected))
+        self.advance(rows.nodes, {queue: base + offset for queue, offset in rows.lasts})
         return base
+
+    def advance(self, nodes: int, lasts: Mapping[str, int]) -> None:
+        """Go on after so many more nodes, the last of which on their queues are these."""
+        self.nodes += nodes
+        self._last.update(lasts)
 
     def program(self) -> Program:
         """What has been placed, as a program."""
-        templates = tuple(placing.template for placing in self._order)
-        columns = tuple(
-            np.array(placing.rows, np.int64).reshape(-1, PORTS + len(placing.ports))
-            for placing in self._order
+        placed = [(rows.template, rows.in_order()) for rows in self.templates]
+        placed.sort(key=lambda item: int(item[1][0, 0]))
+        return Program(
+            tuple(template for template, _ in placed), tuple(rows for _, rows in placed), self.nodes
         )
-        return Program(templates, columns, self.nodes)

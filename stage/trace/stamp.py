@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from stage.trace.expand import ClassImage
 from stage.trace.groups import GroupTable
 from stage.trace.image import PEER_WIDTH, put_varints
+from stage.trace.peer import Peer
 
 __all__ = ["Stamp"]
 
@@ -22,13 +23,13 @@ Ints = NDArray[np.int64]
 class Stamp:
     """The bytes of a class, ready to take those of one rank after another.
 
-    `peers(positions, distance)` are the ranks `distance` stages further than those at `positions` of the mesh.
+    `peers(positions, peer)` are the ranks that are this peer of those at `positions` of the mesh.
     """
 
-    def __init__(self, image: ClassImage, groups: GroupTable, peers: Callable[[Ints, int], Ints]) -> None:
+    def __init__(self, image: ClassImage, groups: GroupTable, peers: Callable[[Ints, Peer], Ints]) -> None:
         self.data = image.data.copy()
         self._groups, self._peers = groups, peers
-        self._axes, self._distances = list(image.groups), list(image.peers)
+        self._axes, self._named = list(image.groups), list(image.peers)
         places = list(image.groups.values())
         places += [where.reshape(-1, 1) + np.arange(PEER_WIDTH) for where in image.peers.values()]
         starts = np.cumsum([0, *(where.shape[1] for where in places)])
@@ -43,10 +44,10 @@ class Stamp:
     def own(self, positions: Ints) -> Bytes:
         """The own bytes of the ranks at these positions of the mesh, a row for each."""
         columns = [self._groups.names(axes, positions) for axes in self._axes]
-        for distance in self._distances:
-            peer = np.zeros((len(positions), PEER_WIDTH), np.uint8)
-            put_varints(peer, np.zeros(1, np.int64), self._peers(positions, distance)[:, None], PEER_WIDTH)
-            columns.append(peer)
+        for peer in self._named:
+            number = np.zeros((len(positions), PEER_WIDTH), np.uint8)
+            put_varints(number, np.zeros(1, np.int64), self._peers(positions, peer)[:, None], PEER_WIDTH)
+            columns.append(number)
         return np.concatenate([np.zeros((len(positions), 0), np.uint8), *columns], axis=1)
 
     def print(self, own: Bytes) -> Bytes:

@@ -2,7 +2,7 @@
 
 Kernels are one stream. With `single` all collectives and sends are a second one, so that a consumer which runs one
 communication at a time can not start them in an order that another rank does not have. With `per-axis` each set of mesh
-axes has its own, as every process group of PyTorch's `ProcessGroupNCCL` has, and sends are apart from collectives;
+axes has its own, as every process group of PyTorch's `ProcessGroupNCCL` has, and so have sends along axes;
 communications on different streams then overlap. Receives take no stream: they wait for their messages, each behind
 those of its channel.
 
@@ -22,14 +22,12 @@ SINGLE, PER_AXIS = "single", "per-axis"
 
 
 def stream_of(axes: tuple[str, ...], streams: str) -> str:
-    """The queue of the collectives over these axes, or of sends for none.
+    """The stream of the collectives over these axes.
 
-    >>> stream_of(("dp", "cp"), "per-axis"), stream_of((), "per-axis"), stream_of(("tp",), "single")
-    ('dp cp', 'send', 'comm')
+    >>> stream_of(("dp", "cp"), "per-axis"), stream_of(("tp",), "single")
+    ('dp cp', 'comm')
     """
-    if streams == SINGLE:
-        return COMMUNICATION
-    return " ".join(axes) or "send"
+    return COMMUNICATION if streams == SINGLE else " ".join(axes)
 
 
 def several_streams(manifest: Mapping[str, Any], classes: Iterable[Mapping[str, Any]]) -> bool:
@@ -47,9 +45,16 @@ def chain(nodes: Sequence[TemplateNode], streams: str = SINGLE) -> tuple[Templat
     last: dict[str, Ref] = {}
     chained = []
     for i, node in enumerate(nodes):
-        if streams != SINGLE and not (node.is_compute or node.kind == "recv"):
-            node = replace(node, stream=stream_of(node.axes, streams))
-        before = last.get(node.queue, Ref("port", node.queue))
-        chained.append(replace(node, deps=tuple(dict.fromkeys((*node.deps, before)))))
-        last[node.queue] = Ref("self", i)
+        own = _on_stream(node, streams)
+        before = last.get(own.queue, Ref("port", own.queue))
+        chained.append(replace(own, deps=tuple(dict.fromkeys((*own.deps, before)))))
+        last[own.queue] = Ref("self", i)
     return tuple(chained)
+
+
+def _on_stream(node: TemplateNode, streams: str) -> TemplateNode:
+    """The node with the name of its stream, where there are several for it to be on."""
+    if streams == SINGLE or node.is_compute or node.kind == "recv":
+        return node
+    apart = ("send", *node.peer.atoms) if node.peer is not None else ()
+    return replace(node, stream=stream_of(node.axes or apart, streams))

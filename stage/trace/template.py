@@ -12,6 +12,7 @@ parameters), names of their own for data-parallel work, and **queues**, whose po
 from dataclasses import dataclass
 
 from stage.errors import TraceError
+from stage.trace.peer import Peer
 
 __all__ = ["COMMUNICATION", "COMPUTE", "EARLIER", "Ref", "Template", "TemplateNode"]
 
@@ -35,8 +36,8 @@ class TemplateNode:
 
     `kind` is `compute`, a collective (`all_reduce`, ...), `send` or `recv`. Work: `flops` (2 a multiply-add) and
     `bytes` moved to and from memory for compute; `bytes` of the message for communication, over the mesh's `axes`
-    (one group of ranks) or with the `peer`, which is so many ranks further in the pipeline. `model_flops` is what a
-    FLOP count of the model credits it with. `stream` is the communication stream, where there are several.
+    (one group of ranks) or with the `peer`. `model_flops` is what a FLOP count of the model credits it with. `stream`
+    is the communication stream, where there are several.
     """
 
     name: str
@@ -46,7 +47,7 @@ class TemplateNode:
     flops: int = 0
     model_flops: int = 0
     axes: tuple[str, ...] = ()
-    peer: int = 0
+    peer: Peer | None = None
     channel: str = ""
     stream: str = ""
     deps: tuple[Ref, ...] = ()

@@ -1,19 +1,20 @@
 """Proof of a set of traces by its rank classes, in time and memory that do not grow with the ranks.
 
 Two ranks of a class differ in the names of their groups and the ranks of their peers only. That this is so, and that
-both are formulas of the rank's place, is proved first (`verify_symmetry`, `verify_patches`). Then moving all ranks by
-one and the same step within their stages maps the set onto itself: programs to equal programs, groups to groups, peers
-to peers. So the first rank of each stage stands for all of its stage:
+both are formulas of the rank's place, is proved first (`verify_symmetry`, `verify_patches`), and that a class sees one
+class at each place: groups that are the same collective of its ranks have members of the same classes, and peers that
+are the same message of its ranks are of one class. So the first rank of each class stands for all of it:
 
 * rules that a rank keeps alone, every rank of the class keeps;
 * members of a group that are of one class run the same collectives by construction, and those of different classes do
   if the first ranks of these do;
-* a peer is the rank at the same place of another stage, so messages of first ranks go to first ranks, and all pair up
-  if these do;
-* a run of all ranks under the rules of `verify_run` is deterministic, so it keeps the symmetry: at every step all
-  ranks of a class are in the same state. A collective is thus issued by all members of one class at once, and is
-  complete when the first rank of each class among its members has issued it: a run of the first ranks alone, with
-  those of a group that take part, takes the same steps as the run of all, and blocks if and only if that does.
+* the peers of a class are all ranks of one class, so a send of the class and the receive that is its inverse are one
+  message for each of its ranks, and all pair up if those of first ranks do (`verify_partners`);
+* a run of all ranks under the rules of `verify_run` is deterministic, and what a rank waits for depends on the states
+  of its members and peers alone: so at every step all ranks of a class are in the same state. A collective is thus
+  issued by all members of one class at once, and is complete when the first rank of each class among its members has
+  issued it: a run of the first ranks alone, with those of a group that take part, takes the same steps as the run of
+  all, and blocks if and only if that does.
 """
 
 from dataclasses import replace
@@ -24,6 +25,7 @@ from stage.trace.limits import exceeded, needed
 from stage.trace.report import Defect, Findings, Report, plural
 from stage.trace.verify import compare_ranks
 from stage.trace.verify_groups import Groups
+from stage.trace.verify_partners import Links
 from stage.trace.verify_patches import ClassPatches, tables_fit
 from stage.trace.verify_rank import RankReader
 from stage.trace.verify_record import TAG, RankRecord
@@ -43,9 +45,10 @@ def verify_classes(classes: RankClasses) -> Report:
     world = classes.mesh.world
     known = Groups(world, FormulaMembers(classes.groups), known=True)
     reader = RankReader(world, known, findings)
+    links = Links(classes, findings)
     records: dict[int, RankRecord] = {}
     for number in range(classes.count):
-        rank = classes.rank_at(number * classes.ranks_per_class)
+        rank = classes.first(number)
         if not tables_fit(classes, number):
             text = "the places of its own groups and peers are not places of its trace: make the set again"
             findings.add(rank, None, "patch", text)
@@ -56,7 +59,9 @@ def verify_classes(classes: RankClasses) -> Report:
         except TraceError as err:
             findings.add(rank, None, "file", str(err))
             continue
-        ClassPatches(classes, number, records[rank], data, numbers, findings).check()
+        patches = ClassPatches(classes, number, records[rank], data, numbers, findings)
+        patches.check()
+        records[rank] = links.between_classes(number, records[rank], patches.peers())
     compare_ranks(records, known, findings, unchecked)
     tags = [int(record.columns[TAG].max(initial=0)) for record in records.values()]
     limits = exceeded(world, classes.groups.count, max(tags, default=0))

@@ -7,14 +7,17 @@ import numpy as np
 
 from stage.trace.report import Findings, plural
 from stage.trace.verify_node import RECV, SEND, Facts
-from stage.trace.verify_record import KIND, PEER, SIZE, TAG, Columns, RankRecord
+from stage.trace.verify_record import CHANNEL, KIND, PARTNER, PEER, SIZE, TAG, Columns, RankRecord
 
 __all__ = ["check_ends", "check_messages"]
 
-ENDS = 3
-"""The first rows of a table of messages, which a send and its receive have in common: src, dst, tag.
+ENDS = 4
+"""The first rows of a table of messages, which a send and its receive have in common: src, dst, channel, tag.
 
-Then follow size, position and rank."""
+Then follow size, position and the other rank by name."""
+AT, NAMED = ENDS + 1, ENDS + 2
+
+Key = tuple[int, ...]
 
 
 def check_ends(rank: int, world: int, communication: Iterable[Facts], findings: Findings) -> bool:
@@ -56,27 +59,27 @@ def table(records: Mapping[int, RankRecord], kind: int) -> Columns:
     available = np.array(sorted(records), np.int64)
     for rank, record in records.items():
         columns, positions = record.in_order()
-        chosen = (columns[KIND] == kind) & np.isin(columns[PEER], available)
+        chosen = (columns[KIND] == kind) & np.isin(columns[PARTNER], available)
         own = np.full(int(chosen.sum()), rank, np.int64)
-        peer, tag, size = (columns[row][chosen] for row in (PEER, TAG, SIZE))
-        ends = (own, peer) if kind == SEND else (peer, own)
-        parts.append(np.vstack((*ends, tag, size, positions[chosen], own)))
+        partner, *rest = (columns[row][chosen] for row in (PARTNER, CHANNEL, TAG, SIZE, PEER))
+        ends = (own, partner) if kind == SEND else (partner, own)
+        parts.append(np.vstack((*ends, *rest[:-1], positions[chosen], rest[-1])))
     joined = np.concatenate(parts, axis=1)
-    return joined[:, np.lexsort((joined[2], joined[1], joined[0]))]
+    return joined[:, np.lexsort(joined[ENDS - 1 :: -1])]
 
 
-def split(messages: Columns) -> dict[tuple[int, int, int], Columns]:
-    """Return the messages by source, destination and tag."""
+def split(messages: Columns) -> dict[Key, Columns]:
+    """Return the messages by their ends."""
     if not messages.shape[1]:
         return {}
     ends = messages[:ENDS]
     starts = 1 + np.flatnonzero(np.any(ends[:, 1:] != ends[:, :-1], axis=0))
     parts = np.split(messages, starts, axis=1)
-    return {(int(part[0, 0]), int(part[1, 0]), int(part[2, 0])): part for part in parts}
+    return {tuple(part[:ENDS, 0].tolist()): part for part in parts}
 
 
 def compare(
-    key: tuple[int, int, int],
+    key: Key,
     sent: Columns,
     received: Columns,
     records: Mapping[int, RankRecord],
@@ -85,35 +88,37 @@ def compare(
     """Report what does not pair up of the messages from one rank to another with one tag."""
     if np.array_equal(sent[ENDS], received[ENDS]):
         return
-    src, dst, tag = key
+    src, dst, _, tag = key
     lonely_sends = without_partner(sent, received)
     lonely_receives = without_partner(received, sent)
     pairs = min(len(lonely_sends), len(lonely_receives))
     for first, second in zip(lonely_sends[:pairs], lonely_receives[:pairs], strict=True):
-        other = records[dst].ident(received[4, second])
+        other = records[dst].ident(received[AT, second])
         text = (
-            f"sends {plural(int(sent[ENDS, first]), 'byte')} to rank {dst} with tag {tag}, but node {other} "
-            f"there receives {received[ENDS, second]}: sizes must agree"
+            f"sends {plural(int(sent[ENDS, first]), 'byte')} to rank {sent[NAMED, first]} with tag {tag}, but "
+            f"node {other} there receives {received[ENDS, second]}: sizes must agree"
         )
-        findings.add(src, records[src].ident(sent[4, first]), "message-size", text)
+        findings.add(src, records[src].ident(sent[AT, first]), "message-size", text)
     for at in lonely_sends[pairs:]:
         text = (
-            f"sends {plural(int(sent[ENDS, at]), 'byte')} to rank {dst} with tag {tag}, which nobody receives"
+            f"sends {plural(int(sent[ENDS, at]), 'byte')} to rank {sent[NAMED, at]} with tag {tag}, "
+            "which nobody receives"
         )
-        findings.add(src, records[src].ident(sent[4, at]), "send-unmatched", text)
+        findings.add(src, records[src].ident(sent[AT, at]), "send-unmatched", text)
     for at in lonely_receives[pairs:]:
         text = (
-            f"receives {plural(int(received[ENDS, at]), 'byte')} from rank {src} with tag {tag}, never sent"
+            f"receives {plural(int(received[ENDS, at]), 'byte')} from rank {received[NAMED, at]} "
+            f"with tag {tag}, never sent"
         )
-        findings.add(dst, records[dst].ident(received[4, at]), "recv-unmatched", text)
+        findings.add(dst, records[dst].ident(received[AT, at]), "recv-unmatched", text)
     if not len(lonely_sends) and not len(lonely_receives):
         at = int(np.flatnonzero(sent[ENDS] != received[ENDS])[0])
-        other = records[dst].ident(received[4, at])
+        other = records[dst].ident(received[AT, at])
         text = (
-            f"sends {plural(int(sent[ENDS, at]), 'byte')} to rank {dst} with tag {tag} where node {other} "
+            f"sends {plural(int(sent[ENDS, at]), 'byte')} to rank {sent[NAMED, at]} with tag {tag} where node {other} "
             f"there receives {received[ENDS, at]}: use one order, or a tag for each"
         )
-        findings.add(src, records[src].ident(sent[4, at]), "message-order", text)
+        findings.add(src, records[src].ident(sent[AT, at]), "message-order", text)
 
 
 def without_partner(messages: Columns, others: Columns) -> list[int]:

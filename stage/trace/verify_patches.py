@@ -12,26 +12,30 @@ import numpy as np
 from stage.trace.classes import RankClasses
 from stage.trace.expand import ClassImage
 from stage.trace.image import PEER_WIDTH, Ints
+from stage.trace.peer import Peer
 from stage.trace.report import Findings
 from stage.trace.spans import GROUP_NAME, Span, communication_spans, span_value
+from stage.trace.verify_node import RECV, SEND
 from stage.trace.verify_record import RankRecord
 
 __all__ = ["ClassPatches", "tables_fit"]
 
+Axes = tuple[str, ...]
+OTHER_END = {SEND: b"comm_dst", RECV: b"comm_src"}
 ROOM = range(1, 6)
 """Bytes that the length of a group's name may take."""
 
 
 def tables_fit(classes: RankClasses, number: int) -> bool:
-    """Whether every entry of a class's tables is a place in its bytes, a known group, and a stage that there is."""
+    """Whether every entry of a class's tables is a place in its bytes, a known group, and a peer that there is."""
     image, groups = classes.image(number), classes.groups
     size = len(image.data)
     return all(
         axes in groups.first and rows.shape[1:] == (groups.width(axes),) and inside(rows, size)
         for axes, rows in image.groups.items()
     ) and all(
-        0 <= number + distance < classes.count and inside(starts, size - PEER_WIDTH + 1)
-        for distance, starts in image.peers.items()
+        peer.exists(classes.mesh) and inside(starts, size - PEER_WIDTH + 1)
+        for peer, starts in image.peers.items()
     )
 
 
@@ -54,7 +58,7 @@ class ClassPatches:
     numbers: dict[tuple[str, ...], Ints]
     findings: Findings
     spans: dict[int, Span] = field(default_factory=dict)
-    patched: dict[int, tuple[str, ...] | int] = field(default_factory=dict)
+    patched: dict[int, Axes | Peer] = field(default_factory=dict)
 
     @property
     def image(self) -> ClassImage:
@@ -66,8 +70,8 @@ class ClassPatches:
         self.spans = {span.start: span for span in communication_spans(self.data)}
         for axes, rows in self.image.groups.items():
             self._table(axes, rows, self._width(axes))
-        for distance, starts in self.image.peers.items():
-            self._table(distance, starts.reshape(-1, 1) + np.arange(PEER_WIDTH), PEER_WIDTH)
+        for peer, starts in self.image.peers.items():
+            self._table(peer, starts.reshape(-1, 1) + np.arange(PEER_WIDTH), PEER_WIDTH)
         for start, span in self.spans.items():
             key = self.patched.get(start)
             position = self.classes.position(self.record.rank)
@@ -75,6 +79,16 @@ class ClassPatches:
             for rule, text in problems:
                 self.findings.add(self.record.rank, self.record.ident(span.node), rule, text)
         self._last()
+
+    def peers(self) -> dict[int, Peer]:
+        """The peer of each message that is one each rank has for itself, by the position of its node."""
+        ends = np.frombuffer(self.record.structure.kinds, np.uint8)
+        return {
+            span.node: key
+            for start, key in self.patched.items()
+            if isinstance(key, Peer)
+            and (span := self.spans[start]).name == OTHER_END.get(int(ends[span.node]))
+        }
 
     def _width(self, axes: tuple[str, ...]) -> int:
         """Bytes of the name of a group over `axes`, after checking that every such name fits."""
@@ -87,14 +101,14 @@ class ClassPatches:
             self._refuse(f"names of groups over {' '.join(axes)} do not fit {width} bytes")
         return width
 
-    def _table(self, key: tuple[str, ...] | int, rows: Ints, width: int) -> None:
+    def _table(self, key: Axes | Peer, rows: Ints, width: int) -> None:
         """Match the rows of one table with fields of the trace."""
-        what = f"group over {' '.join(key)}" if isinstance(key, tuple) else f"rank {key} stages further"
+        what = f"peer {key}" if isinstance(key, Peer) else f"group over {' '.join(key)}"
         whole = np.array_equal(rows, rows[:, :1] + np.arange(width)) if rows.size else True
         for start in rows[:, 0].tolist() if rows.size else ():
             span = self.spans.get(start)
             fits = whole and span is not None and span.stop - start == width
-            if span is None or not fits or (span.name == GROUP_NAME) != isinstance(key, tuple):
+            if span is None or not fits or (span.name == GROUP_NAME) == isinstance(key, Peer):
                 self._refuse(f"byte {start} is set to the {what}, but it is not where such a field stands")
             elif start in self.patched:
                 self._refuse(f"byte {start} is set twice, the second time to the {what}")
@@ -126,23 +140,18 @@ class ClassPatches:
             for rule, text in self._varying(span, key, position):
                 self.findings.add(rank, self.record.ident(span.node), rule, text)
 
-    def _varying(self, span: Span, key: tuple[str, ...] | int, position: int) -> Iterator[tuple[str, str]]:
+    def _varying(self, span: Span, key: Axes | Peer, position: int) -> Iterator[tuple[str, str]]:
         """What is wrong with a field that the rank at a position has for itself."""
-        if isinstance(key, tuple):
-            expected = str(self.numbers[key][position]) if key in self.numbers else ""
-            if span.axes != key:
-                yield "patch-axes", f"says that its group spans {span.axes}, but is given one over {key}"
-            elif span.value != expected:
-                yield "patch", f"is on group {span.value}, but the formula gives {expected}"
+        if isinstance(key, Peer):
+            peer = int(self.classes.peers(np.array([position]), key)[0])
+            if span.value != peer:
+                yield "patch", f"names rank {span.value}, but its peer {key} is rank {peer}"
             return
-        there = self.number + key
-        if not 0 <= there < self.classes.count:
-            yield (
-                "peer-range",
-                f"names a rank {key} stages further, but there are {self.classes.count} stages",
-            )
-        elif span.value != self.classes.rank_at(position + key * self.classes.ranks_per_class):
-            yield "patch", f"names rank {span.value}, which does not stand {key} stages further"
+        expected = str(self.numbers[key][position]) if key in self.numbers else ""
+        if span.axes != key:
+            yield "patch-axes", f"says that its group spans {span.axes}, but is given one over {key}"
+        elif span.value != expected:
+            yield "patch", f"is on group {span.value}, but the formula gives {expected}"
 
     def _fixed(self, span: Span) -> Iterator[tuple[str, str]]:
         """What is wrong with a field that all ranks of the class have alike."""

@@ -147,7 +147,7 @@ class RankReader:
     def share_columns(self, communication: list[Facts]) -> Columns:
         """Return the columns of communication nodes, the same object for equal ones."""
         rows = [
-            (facts.kind, facts.comm_type, facts.size, facts.group, facts.peer, facts.tag)
+            (facts.kind, facts.comm_type, facts.size, facts.group, facts.peer, facts.tag, facts.peer, 0)
             for facts in communication
         ]
         columns = np.array(rows, np.int64).reshape(len(rows), ROWS).T.copy()

@@ -9,13 +9,29 @@ import numpy.typing as npt
 from stage.trace.verify_node import COLL, SEND
 from stage.trace.verify_order import Structure
 
-__all__ = ["GROUP", "KIND", "PEER", "ROWS", "SIZE", "TAG", "TYPE", "Columns", "RankRecord"]
+__all__ = [
+    "CHANNEL",
+    "GROUP",
+    "KIND",
+    "PARTNER",
+    "PEER",
+    "ROWS",
+    "SIZE",
+    "TAG",
+    "TYPE",
+    "Columns",
+    "RankRecord",
+]
 
 Columns = npt.NDArray[np.int64]
 """Communication nodes, one column each; the rows are those below."""
 
-KIND, TYPE, SIZE, GROUP, PEER, TAG = range(6)
-ROWS: Final = 6
+KIND, TYPE, SIZE, GROUP, PEER, TAG, PARTNER, CHANNEL = range(8)
+"""`PEER` is the rank that a message names. Its other end is in the record of `PARTNER`, which has the same `CHANNEL`.
+
+These are the peer and 0 where every rank has a record (`verify_partners` says what they are where it does not).
+"""
+ROWS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """A run of all ranks together under the resource rules of the simulator, to prove that it comes to an end.
 
 Each rank runs one computation at a time, and on each stream one of {collective, send, memory access} at a
-time; a receive takes nothing. Free nodes are issued by ascending id. A collective is complete when all members have issued
-it. A send is complete at once or, under `rendezvous`, when its receive has been issued. Every node takes one
-step of a clock; where streams are chained, the outcome does not depend on times.
+time; a receive takes nothing. Free nodes are issued by ascending id. A collective is complete when all members
+have issued it. A send is complete at once or, under `rendezvous`, when its receive has been issued. Every node
+takes one step of a clock; where streams are chained, the outcome does not depend on times.
 """
 
 from collections import defaultdict, deque
@@ -15,11 +15,11 @@ from stage.trace.node import CommType
 from stage.trace.report import plural
 from stage.trace.verify_node import COLL, COMP, RECV, SEND
 from stage.trace.verify_plan import Plan
-from stage.trace.verify_record import RankRecord
+from stage.trace.verify_record import PARTNER, RankRecord
 
 __all__ = ["Blocked", "run_together"]
 
-Key = tuple[int, int, int, int]
+Key = tuple[int, int, int, int, int]
 HOPS = 4
 
 
@@ -87,7 +87,7 @@ class State:
 
     def describe(self, node: int) -> str:
         """Return what a communication node does as text."""
-        kind, comm_type, size, group, peer, tag = self.column(node)
+        kind, comm_type, size, group, peer, tag, _, _ = self.column(node)
         if kind == COLL:
             where = f"group {group}" if group else "all ranks"
             return f"{CommType(comm_type).name} of {plural(size, 'byte')} on {where}"
@@ -106,7 +106,7 @@ class State:
                 behind = (rank for rank in members[group] if states[rank].issued.get(group, 0) < number)
                 return node, next(behind, None)
         waiting = next(iter((*busy, *self.outstanding)), None)
-        return waiting, None if waiting is None else self.column(waiting)[4]
+        return waiting, None if waiting is None else self.column(waiting)[PARTNER]
 
 
 Issued = tuple[State, int]
@@ -160,29 +160,30 @@ class Run:
 
     def send(self, state: State, node: int) -> None:
         """Issue a send, and complete it and its receive where the rules let it."""
-        _, _, size, _, peer, tag = state.column(node)
-        receives = self.awaited.get((state.rank, peer, tag, size))
+        _, _, size, _, _, tag, partner, channel = state.column(node)
+        key = state.rank, partner, channel, tag, size
+        receives = self.awaited.get(key)
         if receives:
             other, receive = receives.popleft()
             del other.outstanding[receive]
             self.done += ((other, receive), (state, node))
             return
-        if peer in self.states:
-            self.sent[state.rank, peer, tag, size].append((state, node))
-        if peer not in self.states or not self.rendezvous:
+        if partner in self.states:
+            self.sent[key].append((state, node))
+        if partner not in self.states or not self.rendezvous:
             self.done.append((state, node))
 
     def receive(self, state: State, node: int) -> None:
         """Issue a receive, and complete it where its message is there."""
-        _, _, size, _, peer, tag = state.column(node)
-        key = peer, state.rank, tag, size
+        _, _, size, _, _, tag, partner, channel = state.column(node)
+        key = partner, state.rank, channel, tag, size
         sends = self.sent.get(key)
         if sends:
             send = sends.popleft()
             self.done.append((state, node))
             if self.rendezvous:
                 self.done.append(send)
-        elif peer not in self.states:
+        elif partner not in self.states:
             self.done.append((state, node))
         else:
             self.awaited[key].append((state, node))
@@ -190,7 +191,7 @@ class Run:
 
     def gather(self, state: State, node: int) -> None:
         """Issue a collective, and complete it on all members with the last of them."""
-        _, kind, size, group, _, _ = state.column(node)
+        _, kind, size, group = state.column(node)[:4]
         number = state.issued.get(group, 0)
         state.issued[group] = number + 1
         arrived = self.gathered[group, number]
