@@ -184,14 +184,13 @@ def _sides(node: Node, blocks: Blocks) -> tuple[int, ...]:
 
 
 def _check(tensor: Tensor, graph: Graph, runs: int, count: int, mesh: Mesh, sizes: Mapping[str, int]) -> None:
-    """Raise a `LayoutError` where a device's tokens of a tensor do not divide into chunks."""
+    """Raise a `LayoutError` where a device's tokens of a tensor, or each run of them, do not divide into chunks."""
     if TOKENS not in tensor.dim_names:
         return
     whole, axes = evaluate(tensor.size(TOKENS), sizes), graph.layouts[tensor.name].dims
     own = whole // mesh.degree(axes[tensor.dim_names.index(TOKENS)])
     if own % (runs * count):
-        shares = f" in {runs} shards" if runs > 1 else ""
         raise LayoutError(
-            f"{TOKENS} = {whole} of {tensor.name} is {own} tokens{shares} on a device, which do not divide into "
+            f"{TOKENS} = {whole} of {tensor.name} leaves shards of {own // runs} tokens, which do not divide into "
             f"tp_overlap_chunks = {count}; choose a number that divides {own // runs}"
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from stage.trace.limits import ONE_AT_A_TIME
 from stage.trace.report import Findings
-from stage.trace.verify_node import COLL
+from stage.trace.verify_node import COLL, COMP, RECV
 from stage.trace.verify_order import reaches
 from stage.trace.verify_plan import Plan, make_plan
 from stage.trace.verify_record import GROUP, KIND, RankRecord
@@ -61,11 +61,20 @@ def shared_group(record: RankRecord) -> tuple[int, int] | None:
     return None
 
 
+def several(record: RankRecord) -> bool:
+    """Return whether nodes that take the communication slot are on more than one stream."""
+    structure = record.structure
+    if not structure.streams:
+        return False
+    taking = (at for at, kind in enumerate(structure.kinds) if kind not in {COMP, RECV})
+    return len({structure.streams.get(at, "") for at in taking}) > 1
+
+
 def check_one_slot(
     records: Mapping[int, RankRecord], members: Mapping[int, Sequence[int]], findings: Findings
 ) -> None:
     """Warn where communication is ordered by streams alone, which a simulator with one slot does not know."""
-    if not any(record.structure.streams for record in records.values()):
+    if not any(several(record) for record in records.values()):
         return
     plans = plan_ranks(records, one_slot=True)
     if all(plan.unchained is None for plan in plans.values()):
