@@ -60,6 +60,7 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "--batch 16 --micro-batch 2 --seq 128 --schedule gpipe --zero 1 --recompute full --stage-layers 3,2x2 "
         "--grad-reduce microbatch --dtype fp16 --grad-dtype bf16 --no-clip --vocab-multiple 64 --dropout --steps 2 "
         "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 "
+        "--overlap-chunks 4 --moe-shared-expert-overlap --streams per-axis "
         f"--out {tmp_path / 't'} --force --json --placement {placement} --resume --jobs 3 --dask tcp://host:8786"
     )
     assert main(line.split()) == 0
@@ -95,6 +96,9 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "mask": "full",
         "mtp": True,
         "bucket_size": 9,
+        "tp_overlap_chunks": 4,
+        "moe_shared_expert_overlap": True,
+        "streams": "per-axis",
         "placement": [1, 0],
     }
     assert where == (str(tmp_path / "t"),)
@@ -461,17 +465,20 @@ def test_verify_exits_0_without_defects(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_export_lists_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
-    def export_astra_sim(path: Path, out: Path, system: str, *, force: bool, progress: object) -> None:
+    def export_astra_sim(path: Path, out: Path, system: str, *, force: bool, progress: object) -> list[str]:
         assert progress is None
         assert not force
         out.mkdir()
         (out / "run.sh").write_text(f"{path} {system}")
+        return ["it may hang"]
 
     stand_in(monkeypatch, "stage.io.astra_sim", export_astra_sim=export_astra_sim)
     out = tmp_path / "kit"
     line = ["export", "t", "--to", "astra-sim", "--system", "h100", "--out", str(out)]
     assert main([*line, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"out": str(out), "files": ["run.sh"]}
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"out": str(out), "files": ["run.sh"]}
+    assert printed.err == "stage: warning: it may hang\n"
     assert (out / "run.sh").read_text() == "t h100"
 
 
