@@ -482,7 +482,7 @@ def test_export_lists_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     assert (out / "run.sh").read_text() == "t h100"
 
 
-@pytest.mark.parametrize("command", ["models", "strategies"])
+@pytest.mark.parametrize("command", ["models", "strategies", "systems"])
 def test_listings_fit_80_columns_and_agree_with_json(command: str, capsys: Capture) -> None:
     assert main([command, "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)[command]
@@ -493,7 +493,32 @@ def test_listings_fit_80_columns_and_agree_with_json(command: str, capsys: Captu
         assert any(line.startswith(item["name"]) for line in lines)
 
 
-@pytest.mark.parametrize("command", ["synth", "unpack", "verify", "show", "models", "strategies", "export"])
+def test_systems_prints_the_file_of_one(capsys: Capture, tmp_path: Path) -> None:
+    assert main(["systems", "h100"]) == 0
+    text = capsys.readouterr().out
+    shipped = (Path(stage.__file__).parent / "cost" / "systems" / "h100.toml").read_text(encoding="utf-8")
+    assert text == shipped
+    assert "whitepaper" in text
+    # What is printed is a file that can be changed and named.
+    mine = tmp_path / "mine.toml"
+    mine.write_text(text.replace("bandwidth_gb_s = 450", "bandwidth_gb_s = 300"), encoding="utf-8")
+    assert main(["systems", str(mine), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["network"][0]["bandwidth_gb_s"]) == ("mine", 300)
+    assert found["matrix_tflops"]["bf16"] == pytest.approx(989.4)
+
+
+def test_systems_refuses_what_it_does_not_know(capsys: Capture) -> None:
+    assert main(["systems", "h1000"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("stage: error: there is no system 'h1000': take one of a100-40gb-pcie, ")
+    assert shown.count("\n") == 1
+
+
+COMMANDS = ["synth", "unpack", "verify", "show", "models", "strategies", "systems", "export"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: Capture) -> None:
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out

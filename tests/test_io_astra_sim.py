@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stage.cost.system import load_system
+from stage.cost.system_file import list_systems, load_system
 from stage.errors import TraceError
 from stage.io.astra_sim import SystemForExport, export_astra_sim, system_for_export
 from stage.io.chakra import write_directory
@@ -54,7 +54,21 @@ def test_network_multiplies_to_the_world(tmp_path: Path, world: int, counts: str
 def test_units_are_those_of_the_simulator(tmp_path: Path) -> None:
     found = network(export(tmp_path, 16))
     assert [float(value) * 2**30 for value in found["bandwidth"]] == pytest.approx([450e9, 50e9], rel=1e-7)
-    assert [float(value) for value in found["latency"]] == [500, 2000]
+    assert [float(value) for value in found["latency"]] == [600, 2700]
+
+
+def test_torus_is_a_ring_for_each_dimension(tmp_path: Path) -> None:
+    found = network(export(tmp_path, 128, name="tpu-v4"))
+    assert found["topology"] == ["Ring", "Ring", "Ring"]
+    assert found["npus_count"] == ["4", "4", "8"]
+    # Two of six links lead along each dimension.
+    assert [float(value) * 2**30 for value in found["bandwidth"]] == pytest.approx([100e9] * 3, rel=1e-7)
+
+
+@pytest.mark.parametrize("name", list_systems())
+def test_every_system_can_be_exported(name: str) -> None:
+    for world in (2, 16, 96, 512, 1536):
+        assert system_for_export(load_system(name), world).world == world
 
 
 def test_kit_is_the_same_byte_for_byte(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "StrategyName",
     "TraceFolder",
     "complete_model",
+    "complete_system",
 ]
 
 
@@ -32,6 +33,13 @@ def complete_strategy(incomplete: str) -> list[str]:
     from stage.catalog import list_strategies
 
     return [strategy.name for strategy in list_strategies() if strategy.name.startswith(incomplete)]
+
+
+def complete_system(incomplete: str) -> list[str]:
+    """Shipped systems that begin with what was typed, for the shell."""
+    from stage.cost.system_file import list_systems
+
+    return [name for name in list_systems() if name.startswith(incomplete)]
 
 
 ModelName = Annotated[

@@ -1,189 +1,222 @@
 """Descriptions of systems: what one device computes and moves, and how devices are connected.
 
-A system is a TOML file of vendor figures, dense and for one direction, with the source they are from. The
-parser is pure; `stage.cost.systems` holds the shipped files.
+A system is a TOML file of vendor figures, dense and for one direction, with the sources they are from;
+`stage.cost.system_file` reads it, and `stage/cost/systems` holds the shipped ones.
 """
 
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from stage.errors import StageError
 
-__all__ = ["TOPOLOGIES", "System", "Tier", "list_systems", "load_system", "parse_system"]
+__all__ = ["DTYPES", "TOPOLOGIES", "System", "Tier"]
 
-TOPOLOGIES = ("Ring", "Switch", "FullyConnected")
-SHIPPED = Path(__file__).resolve().parent / "systems"
-LARGEST_FILE = 1 << 20
+TOPOLOGIES = ("ring", "switch", "fully_connected", "torus", "fat_tree")
+DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "fp6", "fp4", "int8")
+PEAK_TOLERANCE = 0.01
+"""How far a vendor's peak may be from units x clock x operations a clock, for both are rounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
     """One level of the network, the innermost first: `ranks` devices or groups (None: as many as there are).
 
-    `bandwidth` is bytes a second that one device sends, `latency` seconds.
+    `bandwidth` is bytes a second that one device sends, over all its links of this tier together; `latency` is
+    seconds from one end to the other. A torus has the size of each dimension in `dims`. With `shares_links` the
+    tier is reached through the links of the one inside it, as a spine is through the adapter that leads to the
+    leaf. `in_network_reduction` says that switches can add (NVLink SHARP).
     """
 
+    name: str
     topology: str
     ranks: int | None
     bandwidth: float
     latency: float
+    dims: tuple[int, ...] = ()
+    shares_links: bool = False
+    in_network_reduction: bool = False
+    picojoules_per_bit: float | None = None
+
+    def slice(self, count: int) -> "tuple[Tier, ...] | None":
+        """Return the dimensions that connect `count` of the tier, each with its ranks; None if it can not.
+
+        Part of a torus is the box of that many devices whose longest side is shortest; its dimensions are rings
+        that share the bandwidth equally, as many links lead along each.
+
+        >>> torus = Tier("pod", "torus", 4096, 300e9, 1e-6, (16, 16, 16))
+        >>> [(ring.ranks, ring.bandwidth / 1e9) for ring in torus.slice(32) or ()]
+        [(2, 100.0), (4, 100.0), (4, 100.0)]
+        """
+        if not self.dims:
+            fits = self.ranks is None or count <= self.ranks
+            return (replace(self, ranks=count),) * (count > 1) if fits else None
+        sides = sides_of_box(self.dims, count)
+        if sides is None:
+            return None
+        share = self.bandwidth / len(self.dims)
+        ring = replace(self, topology="ring", dims=(), bandwidth=share, ranks=None)
+        return tuple(replace(ring, ranks=side) for side in sides if side > 1)
 
 
 @dataclass(frozen=True, slots=True)
 class System:
     """One kind of device and its network.
 
-    `peak_flops` is FLOP/s by dtype without sparsity, `memory_bytes` the capacity and `memory_bandwidth` bytes a
-    second.
+    `matrix_flops` and `vector_flops` are FLOP/s by dtype, without sparsity, of the units that multiply matrices
+    and of the others; the `..._per_clock` are those of one unit in one clock cycle, where they are known.
+    `clock` is Hz by "matrix", "vector" or a dtype whose matrix unit has another clock. `units` counts what a
+    kernel's tiles are spread over (SMs, CUs, TensorCores); `instruction` is the (m, n, k) of the largest 16 bit
+    matrix instruction, `tile` the (m, n) that a library gives a unit for a large product. Memory is bytes and
+    bytes a second, `host_bandwidth` bytes a second in one direction. `kernel_gap` is the seconds from the end of
+    a kernel to the start of the next that is already queued, `kernel_launch` those of the host for one launch,
+    `framework_op` those of the host for one op of an eager framework, launch included (None: programs are
+    compiled whole, so the host issues no ops). `assumptions` names the keys whose figures no source gives.
 
-    Invariants: only the last tier may leave its number of ranks open.
+    Invariants: only the last tier may leave its ranks open; tiers have different names, and the first has links
+    of its own; a torus has dims that multiply to its ranks, and nothing else has dims; a peak is within 1 % of
+    units x clock x FLOPs a clock where those are given.
     """
 
     name: str
     title: str
-    source: str
-    peak_flops: Mapping[str, float]
+    sources: tuple[str, ...]
+    unit: str
+    units: int
+    matrix_flops: Mapping[str, float]
+    vector_flops: Mapping[str, float]
     memory_bytes: int
     memory_bandwidth: float
     tiers: tuple[Tier, ...]
+    host_bandwidth: float
+    kernel_gap: float
+    kernel_launch: float
+    framework_op: float | None = None
+    clock: Mapping[str, float] = field(default_factory=dict)
+    matrix_flops_per_clock: Mapping[str, float] = field(default_factory=dict)
+    vector_flops_per_clock: Mapping[str, float] = field(default_factory=dict)
+    instruction: tuple[int, ...] | None = None
+    tile: tuple[int, ...] | None = None
+    l2_bytes: int | None = None
+    tdp_watts: float | None = None
+    idle_watts: float | None = None
+    assumptions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.tiers or any(tier.ranks is None for tier in self.tiers[:-1]):
-            raise StageError(f"system {self.name}: give `ranks` on every [[network]] but the last")
+        where = f"system {self.name}"
+        check_tiers(where, self.tiers)
+        check_peaks(where, self, "matrix", self.matrix_flops, self.matrix_flops_per_clock)
+        check_peaks(where, self, "vector", self.vector_flops, self.vector_flops_per_clock)
+        if None not in {self.tdp_watts, self.idle_watts} and self.idle_watts > self.tdp_watts:  # type: ignore[operator]
+            raise StageError(f"{where}: [power] idle_watts is above tdp_watts: exchange them")
 
     def peak(self, dtype: str) -> float:
-        """Return the peak FLOP/s of a dtype."""
-        if dtype not in self.peak_flops:
-            known = ", ".join(self.peak_flops)
+        """Return the peak FLOP/s of a dtype, by whichever units are faster at it."""
+        found = [peaks[dtype] for peaks in (self.matrix_flops, self.vector_flops) if dtype in peaks]
+        if not found:
+            known = ", ".join(dict.fromkeys((*self.matrix_flops, *self.vector_flops)))
             raise StageError(f"system {self.name} has no peak for {dtype}: it has those of {known}")
-        return self.peak_flops[dtype]
+        return max(found)
 
-    def levels(self, world: int) -> tuple[tuple[Tier, int], ...]:
-        """Return the tiers that a job of `world` ranks spans, with how many each connects.
+    def links(self) -> tuple[tuple[Tier, ...], ...]:
+        """Return the tiers, those together that a device reaches through the same links."""
+        starts = [index for index, tier in enumerate(self.tiers) if not tier.shares_links]
+        return tuple(self.tiers[start:stop] for start, stop in pairwise((*starts, len(self.tiers))))
 
-        The numbers are above 1 and multiply to `world`. A job that does not fill whole inner tiers is spread
-        evenly: 12 ranks on nodes of 8 are 2 x 6.
+    def levels(self, world: int) -> tuple[Tier, ...]:
+        """Return the dimensions of the network of a job of `world` ranks, each a tier of so many `ranks`.
 
-        >>> [count for _, count in load_system("h100").levels(12)]
-        [6, 2]
+        The numbers are above 1 and multiply to `world`. Each set of links is one dimension (a torus has one for
+        each of its own), with the figures of the tier that spans the ranks on them. A job that does not fill
+        whole inner tiers is spread evenly: 12 ranks on nodes of 8 are 2 x 6.
+
+        >>> from stage.cost.system_file import load_system
+        >>> [(tier.name, tier.ranks) for tier in load_system("h100").levels(12)]
+        [('node', 6), ('rail', 2)]
         """
         assert world > 0, world
-        found: list[tuple[Tier, int]] = []
+        found: list[Tier] = []
         left = world
-        for tier in self.tiers[:-1]:
-            assert tier.ranks is not None, self.name
-            count = max(number for number in range(1, tier.ranks + 1) if left % number == 0)
-            found.append((tier, count))
+        *inner, last = self.links()
+        for group in inner:
+            largest = min(left, math.prod(tier.ranks or left for tier in group))
+            counts = (count for count in range(largest, 0, -1) if left % count == 0)
+            spans = ((count, span(group, count)) for count in counts)
+            count, tiers = next((count, tiers) for count, tiers in spans if tiers is not None)
+            found.extend(tiers)
             left //= count
-        found.append((self.tiers[-1], left))
-        limit = self.tiers[-1].ranks
-        if limit is not None and left > limit:
-            largest = math.prod(tier.ranks or 1 for tier in self.tiers)
+        outermost = span(last, left)
+        if outermost is None:
+            reach = math.prod(tier.ranks or 1 for tier in self.tiers)
             raise StageError(
-                f"system {self.name} connects {largest} devices, not {world}: add a [[network]] tier"
+                f"system {self.name} connects {reach} devices, and no slice of {world}: add a [[network]] tier"
             )
-        return tuple((tier, count) for tier, count in found if count > 1)
+        return (*found, *outermost)
 
 
-def list_systems() -> list[str]:
-    """Return the names of the shipped systems, sorted."""
-    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+def span(group: Sequence[Tier], count: int) -> tuple[Tier, ...] | None:
+    """Return the dimensions by which tiers on one set of links connect `count`; None if they can not."""
+    inside = 1
+    for tier in group:
+        if tier.ranks is None or count <= inside * tier.ranks:
+            return tier.slice(count) if inside == 1 else (replace(tier, ranks=count),)
+        inside *= tier.ranks
+    return None
 
 
-def load_system(name: str | Path) -> System:
-    """Return a shipped system by name, or the one in a file of one's own."""
-    path = Path(name) if str(name).endswith(".toml") else SHIPPED / f"{name}.toml"
-    if path.parent == SHIPPED and path.stem not in list_systems():
+def sides_of_box(dims: Sequence[int], count: int) -> tuple[int, ...] | None:
+    """Return sides of at most `dims` that multiply to `count`, the longest (then the next) as short as can be.
+
+    >>> sides_of_box((16, 16, 16), 1024), sides_of_box((4, 2), 16)
+    ((8, 8, 16), None)
+    """
+    if len(dims) == 1:
+        return (count,) if count <= dims[0] else None
+    best: tuple[int, ...] | None = None
+    for side in range(1, min(dims[0], count) + 1):
+        rest = sides_of_box(dims[1:], count // side) if count % side == 0 else None
+        sides = None if rest is None else (side, *rest)
+        if sides and (best is None or sorted(sides, reverse=True) < sorted(best, reverse=True)):
+            best = sides
+    return best
+
+
+def check_tiers(where: str, tiers: Sequence[Tier]) -> None:
+    """Raise unless tiers make a network."""
+    if not tiers or any(tier.ranks is None for tier in tiers[:-1]):
+        raise StageError(f"{where}: give `ranks` on every [[network]] but the last")
+    names = [tier.name for tier in tiers]
+    if len(set(names)) != len(names):
+        raise StageError(f"{where}: two [[network]] have one name among {', '.join(names)}: rename one")
+    if tiers[0].shares_links:
         raise StageError(
-            f"there is no system {name!r}: take one of {', '.join(list_systems())}, or a .toml file"
+            f"{where}: the first [[network]] has none inside it to share links with: drop shares_links"
         )
-    try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise StageError(f"{path} is larger than any system file: check the path")
-        return parse_system(path.stem, path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as err:
-        raise StageError(f"{path} cannot be read ({err}): check the path") from err
+    for tier in tiers:
+        if (tier.topology == "torus") != bool(tier.dims):
+            raise StageError(
+                f"{where}: [[network]] {tier.name}: give `dims` for a torus, and for nothing else"
+            )
+        if tier.dims and math.prod(tier.dims) != tier.ranks:
+            raise StageError(
+                f"{where}: [[network]] {tier.name}: dims {list(tier.dims)} have {math.prod(tier.dims)} devices, "
+                f"not {tier.ranks}: make them agree"
+            )
 
 
-def parse_system(name: str, text: str) -> System:
-    """Return the system that a TOML text describes."""
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as err:
-        raise StageError(f"system {name}: not valid TOML: {err}") from err
-    check_keys(name, table, ("title", "source", "peak_tflops", "memory", "network"))
-    memory, peaks = (section(name, table, key) for key in ("memory", "peak_tflops"))
-    check_keys(f"{name}: [memory]", memory, ("capacity_gb", "bandwidth_gb_s"))
-    network = table["network"]
-    if not peaks or not isinstance(network, list):
-        raise StageError(
-            f"system {name}: give [peak_tflops] by dtype and [[network]], the innermost tier first"
-        )
-    return System(
-        name,
-        text_of(name, table, "title"),
-        text_of(name, table, "source"),
-        {dtype: 1e12 * number(f"{name}: [peak_tflops]", peaks, dtype) for dtype in peaks},
-        round(1e9 * number(f"{name}: [memory]", memory, "capacity_gb")),
-        1e9 * number(f"{name}: [memory]", memory, "bandwidth_gb_s"),
-        tuple(parse_tier(f"{name}: [[network]]", tier) for tier in network),
-    )
-
-
-def parse_tier(where: str, table: object) -> Tier:
-    """Return the tier that one [[network]] table describes."""
-    if not isinstance(table, dict):
-        raise StageError(f"system {where} is no table: write [[network]]")
-    ranks = table.get("ranks")
-    known = ("topology", "bandwidth_gb_s", "latency_ns")
-    check_keys(
-        where, {key: value for key, value in table.items() if key != "ranks"}, known, optional=("ranks",)
-    )
-    if table["topology"] not in TOPOLOGIES:
-        raise StageError(f"system {where} topology is {table['topology']!r}; known: {', '.join(TOPOLOGIES)}")
-    if ranks is not None and (type(ranks) is not int or ranks < 2):
-        raise StageError(f"system {where} ranks is {ranks!r}; an integer of at least 2 is expected")
-    bandwidth, latency = number(where, table, "bandwidth_gb_s"), number(where, table, "latency_ns")
-    return Tier(table["topology"], ranks, 1e9 * bandwidth, 1e-9 * latency)
-
-
-def check_keys(
-    where: str, table: Mapping[str, object], known: Sequence[str], *, optional: Sequence[str] = ()
+def check_peaks(
+    where: str, system: System, kind: str, peaks: Mapping[str, float], rates: Mapping[str, float]
 ) -> None:
-    """Raise unless a table has exactly the keys it must."""
-    for key in table:
-        if key not in known:
+    """Raise if a peak is not what the units do in a second."""
+    for dtype, rate in rates.items():
+        clock = system.clock.get(dtype if kind == "matrix" else kind) or system.clock.get(kind)
+        if clock is None or dtype not in peaks:
             raise StageError(
-                f"system {where} has the unknown key {key!r}; known: {', '.join((*known, *optional))}"
+                f"{where}: [{kind}_flops_per_clock] has {dtype}: give [{kind}_tflops] {dtype} and the clock too"
             )
-    for key in known:
-        if key not in table:
-            raise StageError(f"system {where} lacks the key {key!r}: add it")
-
-
-def section(name: str, table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a table within a table."""
-    value = table[key]
-    if not isinstance(value, dict):
-        raise StageError(f"system {name}: {key} is {value!r}; a table [{key}] is expected")
-    return value
-
-
-def text_of(name: str, table: Mapping[str, Any], key: str) -> str:
-    """Return a text of a table."""
-    value = table[key]
-    if not isinstance(value, str):
-        raise StageError(f"system {name}: {key} is {value!r}; a text is expected")
-    return value
-
-
-def number(where: str, table: Mapping[str, Any], key: str) -> float:
-    """Return a number above 0 of a table."""
-    value = table[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise StageError(f"system {where} {key} is {value!r}; a number above 0 is expected")
-    return float(value)
+        if abs(system.units * clock * rate / peaks[dtype] - 1) > PEAK_TOLERANCE:
+            raise StageError(
+                f"{where}: [{kind}_tflops] {dtype} is {peaks[dtype] / 1e12:g}, but {system.units} units x "
+                f"{clock / 1e6:g} MHz x {rate:g} a clock are {system.units * clock * rate / 1e12:.6g}: correct one"
+            )

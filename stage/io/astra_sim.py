@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from stage.cost.system import TOPOLOGIES, System, load_system
+from stage.cost.system import System
+from stage.cost.system_file import load_system
 from stage.errors import TraceError
 from stage.io.chakra import open_directory
 from stage.io.parts import groups_text
@@ -21,6 +22,13 @@ from stage.trace.streams import several_streams
 __all__ = ["SystemForExport", "export_astra_sim", "system_for_export"]
 
 GIB = float(1 << 30)
+TOPOLOGIES = {
+    "ring": "Ring",
+    "switch": "Switch",
+    "fat_tree": "Switch",  # without contention a fat tree is one switch
+    "fully_connected": "FullyConnected",
+}
+"""The simulator's name of a topology; a torus is a ring for each of its dimensions."""
 FILES = ("network.yml", "system.json", "memory.json", "run.sh")
 
 
@@ -41,10 +49,11 @@ class SystemForExport:
 
     def __post_init__(self) -> None:
         for topology, count, _, _ in self.network:
-            if topology not in TOPOLOGIES or count < 2:
+            known = dict.fromkeys(TOPOLOGIES.values())
+            if topology not in known or count < 2:
                 raise TraceError(
                     f"system {self.name}: {topology} of {count} is no dimension of a network: connect two or more "
-                    f"by {', '.join(TOPOLOGIES)}"
+                    f"by {', '.join(known)}"
                 )
 
     @property
@@ -56,18 +65,16 @@ class SystemForExport:
 def system_for_export(system: System, world: int, dtype: str = "bf16") -> SystemForExport:
     """Return what the simulator asks of a system when `world` ranks compute in `dtype`.
 
-    >>> from stage.cost.system import load_system
     >>> system_for_export(load_system("h100"), 16).network
-    (('Switch', 8, 450.0, 500.0), ('Switch', 2, 50.0, 2000.0))
+    (('Switch', 8, 450.0, 600.0), ('Switch', 2, 50.0, 2700.0))
     """
-    levels = system.levels(world)
     return SystemForExport(
         system.name,
         system.peak(dtype) / 1e12,
         system.memory_bandwidth / 1e9,
         tuple(
-            (tier.topology, count, tier.bandwidth / 1e9, round(tier.latency * 1e9, 3))
-            for tier, count in levels
+            (TOPOLOGIES[tier.topology], tier.ranks or 1, tier.bandwidth / 1e9, round(tier.latency * 1e9, 3))
+            for tier in system.levels(world)
         ),
     )
 
