@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stage.cost.system import load_system
+from stage.cost.system_file import load_system
 from stage.errors import StrategyError
 from stage.io.astra_sim import export_astra_sim, system_for_export
 from stage.synthesis import job

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stage.trace.verify_node import COMP, RECV, SEND
+from stage.trace.verify_node import RECV, SEND
 from stage.trace.verify_order import Structure
 
 __all__ = ["Plan", "make_plan"]
@@ -111,17 +111,18 @@ class Chain:
         front: list[frozenset[int]] = []
         starts, parents = structure.starts.tolist(), structure.parents.tolist()
         none: Latest = (-1,) * len(self.numbers)
+        merge = max if len(none) == 1 else later
         for at, kind in enumerate(structure.kinds):
             latest, receives = none, NOTHING
             for parent in parents[starts[at] : starts[at + 1]]:
                 found = last[parent]
                 if found is not latest:
-                    latest = found if latest is none else later(latest, found)
+                    latest = found if latest is none else merge(latest, found)
                 if front[parent] is not receives:
                     receives = receives | front[parent]
             if len(receives) > 1:
                 receives = self.outstanding(receives, latest)
-            if kind != COMP:
+            if kind:
                 latest, receives, before = self.keep(at, kind, latest, receives)
                 if before is not None:
                     return before, at
@@ -162,8 +163,6 @@ class Chain:
 
 
 def later(first: Latest, second: Latest) -> Latest:
-    """Return the later of two members on each stream, one of the two where that is all the later."""
-    if len(first) == 1:
-        return first if first[0] >= second[0] else second
+    """Return the later of two members on each stream, the first where all of its are."""
     found = tuple(map(max, first, second))
     return first if found == first else found
