@@ -1,7 +1,7 @@
 """The mesh: how the ranks of a job form named axes.
 
-The same ranks are seen in two ways, dense `pp dp cp tp` and sparse `pp edp ep etp`, and `dp` and `tp` may be
-split further. The mesh therefore keeps **atoms**, the common refinement of all views; an **axis** is a name
+The same ranks are seen in two ways, dense `pp dp cp tp` and sparse `pp edp ep etp`, and `dp`, `cp` and `tp` may
+be split further. The mesh therefore keeps **atoms**, the common refinement of all views; an **axis** is a name
 for some consecutive atoms. Layouts and collectives speak of atoms only, so two views never need reconciling.
 
 Invariants:
@@ -12,7 +12,7 @@ Invariants:
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -116,6 +116,13 @@ class Mesh:
             rank, result[name] = divmod(rank, degree)
         return dict(reversed(result.items()))
 
+    def index(self, names: Iterable[str] | str, coordinates: Mapping[str, int]) -> int:
+        """The number of a place along the named axes and atoms, the last one varying fastest."""
+        index, degrees = 0, dict(self.atoms)
+        for atom in self.expand(names):
+            index = index * degrees[atom] + coordinates[atom]
+        return index
+
     def stride(self, atom: str) -> int:
         """The distance in rank of neighbours along the atom.
 
@@ -142,11 +149,8 @@ class Mesh:
         >>> build_mesh(dp=2, tp=2).group_index(["dp"], 3)
         1
         """
-        used, here, row = set(self.expand(names)), self.coordinates(rank), 0
-        for atom, degree in self.atoms:
-            if atom not in used:
-                row = row * degree + here[atom]
-        return row
+        used = self.expand(names)
+        return self.index((atom for atom in self.names if atom not in used), self.coordinates(rank))
 
 
 @lru_cache(maxsize=4096)
@@ -197,11 +201,13 @@ def build_mesh(
     etp: int = 1,
     dp_shard: int | None = None,
     kv_heads: int | None = None,
+    ulysses: int = 1,
 ) -> Mesh:
     """The mesh of pp x dp x cp x tp ranks, refined so that every view is made of whole atoms.
 
-    `ep` and `etp` carve the sparse view out of dp x cp x tp; `dp_shard` splits dp into dp_replicate x
-    dp_shard; `kv_heads` below tp splits tp into tp_kv x tp_rep.
+    `ep` and `etp` carve the sparse view out of dp x cp x tp; `dp_shard` splits dp into dp_replicate x dp_shard;
+    `kv_heads` below tp splits tp into tp_kv x tp_rep. `ulysses` neighbours that exchange heads split cp into
+    cp_ring x cp_ulysses, and that into cp_rep x cp_kv where they are more than the KV heads they have.
 
     >>> build_mesh(pp=2, dp=2, tp=4, kv_heads=2).atoms
     (('pp', 2), ('dp', 2), ('tp_kv', 2), ('tp_rep', 2))
@@ -217,10 +223,12 @@ def build_mesh(
         )
     if dp % shard:
         raise MeshError(f"dp_shard = {shard} does not divide dp = {dp}; choose a dp_shard that divides it")
-    rep = _kv_replicas(tp, kv_heads)
+    rep = _kv_replicas("tp", tp, kv_heads)
+    own = ulysses * rep // _kv_replicas("tp x ulysses", tp * ulysses, kv_heads)
     dense, sparse = (("dp", dp), ("cp", cp), ("tp", tp)), (("ep", ep), ("etp", etp))
     hybrid = (("dp_shard", shard), *dense[1:])
-    _check_chain(dense, dense[1:], dense[2:], hybrid, sparse, sparse[1:], (("tp_rep", rep),))
+    heads = (("ulysses", ulysses), dense[2]), (("ulysses kv", own), dense[2]), (("tp_rep", rep),)
+    _check_chain(dense, dense[1:], dense[2:], hybrid, sparse, sparse[1:], *heads)
     views = {
         "pp": (pp * inner, inner),
         **_suffix_products(dp=dp, cp=cp, tp=tp),
@@ -230,7 +238,10 @@ def build_mesh(
         "dp_shard": (shard * cp * tp, cp * tp),
         "world": (pp * inner, 1),
     }
-    return _refine(views)
+    parts = {"cp_ring": cp // ulysses, "cp_ulysses": ulysses}, {"cp_rep": ulysses // own, "cp_kv": own}
+    return _refine(
+        views | {k: v for part in parts if ulysses > 1 for k, v in _suffix_products(**part, tp=tp).items()}
+    )
 
 
 def _suffix_products(**degrees: int) -> dict[str, tuple[int, int]]:
@@ -246,15 +257,15 @@ def _check_degrees(**degrees: int | None) -> None:
             raise MeshError(f"{name} = {degree!r} is not a degree; give {name} an integer of at least 1")
 
 
-def _kv_replicas(tp: int, kv_heads: int | None) -> int:
-    """How many ranks along tp hold the same KV head."""
-    if kv_heads is None or kv_heads % tp == 0:
+def _kv_replicas(axes: str, degree: int, kv_heads: int | None) -> int:
+    """How many of the ranks that share out the heads hold the same KV head."""
+    if kv_heads is None or kv_heads % degree == 0:
         return 1
-    if kv_heads < tp and tp % kv_heads == 0:
-        return tp // kv_heads
+    if kv_heads < degree and degree % kv_heads == 0:
+        return degree // kv_heads
     raise MeshError(
-        f"kv_heads = {kv_heads} and tp = {tp} do not divide one another; choose a tp that divides kv_heads, "
-        "or is a multiple of it"
+        f"kv_heads = {kv_heads} and {axes} = {degree} do not divide one another; choose a {axes} that divides "
+        "kv_heads, or is a multiple of it"
     )
 
 

@@ -12,6 +12,7 @@ from stage.errors import MeshError, StageError, StrategyError
 from stage.graph import Options
 from stage.mesh import Mesh, build_mesh
 from stage.model import Model, SizeValue
+from stage.passes.shard import Table
 from stage.pipeline.schedule import Pipeline
 from stage.pipeline.schedules import plan_pipeline
 from stage.sizes import build_model
@@ -47,6 +48,11 @@ class Request:
     steps: int
     stage_layers: tuple[int, ...] | None
     placement: tuple[int, ...] | None
+
+    @property
+    def table(self) -> Table:
+        """The rows of the strategy's `shard`, and what its `context` adds within the attention core."""
+        return self.strategy.contexts.table(self.strategy.shard, self.degrees["cp"])
 
     @property
     def micro_batches(self) -> int:
@@ -107,13 +113,15 @@ def _check_experts(model: Model, degrees: Mapping[str, int]) -> None:
             )
 
 
-def _check_heads(model: Model, tp: int) -> None:
-    """Heads are shared out over tp, which must be said before KV heads are fitted to it."""
-    heads = model.values.get("heads", tp)
-    if heads % tp:
-        raise StrategyError(
-            f"heads = {heads} of {model.name} does not divide by tp = {tp}; choose a tp that divides it, or other heads"
-        )
+def _check_heads(model: Model, tp: int, ulysses: int) -> None:
+    """Heads are shared out over tp, and over the ranks that exchange them, before KV heads are fitted to these."""
+    for axes, degree in (("tp", tp), ("tp x ulysses", tp * ulysses)):
+        heads = model.values.get("heads", degree)
+        if heads % degree:
+            raise StrategyError(
+                f"heads = {heads} of {model.name} does not divide by {axes} = {degree}; "
+                f"choose a {axes} that divides it, or other heads"
+            )
 
 
 def _check_dp_shard(dp_shard: int | None, dp: int) -> None:
@@ -181,12 +189,17 @@ def resolve_request(
     degrees = resolve_degrees({"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp}, gpus)
     chosen.check_degrees(degrees)
     _check_experts(built, degrees)
-    _check_heads(built, degrees["tp"])
+    chosen.contexts.check(chosen.name, chosen.axes("seq"), attention)
+    ulysses = chosen.contexts.ulysses(degrees["cp"])
+    _check_heads(built, degrees["tp"], ulysses)
     if changes.get("dp_shard") is not None:
         _check_dp_shard(chosen.dp_shard, degrees["dp"])
     values = built.values
     mesh = build_mesh(
-        **degrees, dp_shard=_shard_degree(chosen, degrees["dp"]), kv_heads=values.get("kv_heads")
+        **degrees,
+        dp_shard=_shard_degree(chosen, degrees["dp"]),
+        kv_heads=values.get("kv_heads"),
+        ulysses=ulysses,
     )
     batch, micro_batches = _micro_batches(batch, micro_batch, degrees["dp"])
     seq = values["seq"] if seq is None else seq

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from stage.context import Context, parse_context
 from stage.errors import StrategyError
 
 __all__ = ["AXES", "DIMS", "MESH", "RECOMPUTE", "SCHEDULES", "Strategy", "parse_strategy"]
@@ -36,6 +37,7 @@ DIMS = (
 )
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 RECOMPUTE = ("none", "full", "selective")
+CONTEXT_BALANCES = ("zigzag", "none")
 STREAMS = ("single", "per-axis")
 ARCHITECTURES = ("dense", "moe")
 
@@ -69,6 +71,10 @@ class Strategy:
     reshard_after_forward: bool | int = (
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
+    context: str = "all_gather"  # how attention meets keys of other cp ranks; `stage.context` has the forms
+    context_balance: str = (
+        "zigzag"  # parts of a sequence under a causal mask: of equal work, or "none", consecutive
+    )
     tp_overlap_chunks: int = 1  # of a collective next to a matrix multiplication, and of that
     moe_shared_expert_overlap: bool = False  # shared experts run while tokens are dispatched to the others
     streams: str = "single"  # of communication: one, or one for each set of axes
@@ -86,6 +92,11 @@ class Strategy:
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes that may shard `dim`, major first; none for a dim that the table does not have."""
         return dict(self.shard).get(dim, ())
+
+    @property
+    def contexts(self) -> Context:
+        """How attention meets the keys of other ranks."""
+        return parse_context(self.context)
 
     def replace(self, **options: object) -> "Strategy":
         """This strategy with the options that are not None set, checked as the file's keys are."""
@@ -128,6 +139,14 @@ def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise StrategyError(f"{where} is {value!r}; a text is expected")
     return value
+
+
+def _context(value: object, where: str) -> str:
+    text = _text(value, where)
+    try:
+        return parse_context(text).name
+    except StrategyError as err:
+        raise StrategyError(f"{where.removesuffix('context')}{err}") from err
 
 
 def _flag(value: object, where: str) -> bool:
@@ -222,6 +241,8 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "bucket_size": _integer(0),
     "dp_shard": _integer(1),
     "reshard_after_forward": _reshard,
+    "context": _context,
+    "context_balance": _choice(CONTEXT_BALANCES),
     "bucket_first_stage": _flag,
     "tp_overlap_chunks": _integer(1),
     "moe_shared_expert_overlap": _flag,

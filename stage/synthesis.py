@@ -4,8 +4,8 @@ model -> graph of each kind of block -> sharded -> differentiated -> recomputati
 -> stages -> programs -> trace set
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ import stage
 from stage.errors import StrategyError
 from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
-from stage.passes.chunk import chunk
+from stage.passes.check_overlap import check_overlap
+from stage.passes.chunk import chunk_both
 from stage.passes.fuse import fuse
-from stage.passes.overlap import overlap, overlaps
+from stage.passes.overlap import overlap
 from stage.passes.recompute import recompute
+from stage.passes.ring import circulate, expand_ring
 from stage.passes.shard import rest_layout, shard
 from stage.pipeline.schedules import get_schedule
 from stage.pipeline.stages import Unit, cut
@@ -27,10 +29,12 @@ from stage.strategy import Strategy
 from stage.symbols import dtype_bytes, size
 from stage.tensor import Dim, Tensor
 from stage.trace.buckets import Bucket, plan_buckets
-from stage.trace.capacity import check_capacity
+from stage.trace.capacity import check_capacity, check_tags
 from stage.trace.image import NameStyle
-from stage.trace.lower import Concrete, Lowered, lower
-from stage.trace.parameters import Parameter, Sharding, unit_parameters
+from stage.trace.kind import BlockKind
+from stage.trace.lower import Concrete
+from stage.trace.parameters import Parameter, Sharding
+from stage.trace.partition import STAGES, Partition
 from stage.trace.plan import StagePlan, StepPlan, UnitPlan
 from stage.trace.program import Program
 from stage.trace.stage_program import stage_program
@@ -56,55 +60,31 @@ def synthesize(
     return TraceSet.of(job(request))
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """A kind of block, lowered."""
-
-    templates: Lowered
-    parameters: tuple[Parameter, ...]
-    overlapped: frozenset[str]
-
-
 def sharded_block(request: Request, block: Block) -> Differentiated:
     """A block's forward and backward graphs on the request's mesh, with recomputation as asked."""
     mesh, strategy = request.mesh, request.strategy
     sizes = symbol_values(request)
     whole = request.model.graph(block)
-    graph = shard(fuse(whole) if strategy.fuse else whole, strategy.shard, mesh, sizes)
+    if strategy.contexts.circulates:
+        whole = circulate(whole)
+    graph = shard(fuse(whole) if strategy.fuse else whole, request.table, mesh, sizes)
     graph = overlap(graph) if strategy.moe_shared_expert_overlap else graph
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
     if strategy.moe_shared_expert_overlap:
         both = replace(both, backward=overlap(both.backward))
+    both = expand_ring(both, mesh, sizes, consecutive=strategy.context_balance == "none")
     if strategy.recompute != "none" and block in request.model.layers:
         both = recompute(both, strategy.recompute)
     if strategy.tp_overlap_chunks > 1:
-        ahead, behind = (
-            chunk(g, strategy.tp_overlap_chunks, mesh, sizes) for g in (both.forward, both.backward)
-        )
-        both = replace(both, forward=ahead, backward=behind)
+        both = chunk_both(both, strategy.tp_overlap_chunks, mesh, sizes)
     return both
-
-
-def _check_overlap(strategy: Strategy, kinds: Collection[_Kind]) -> None:
-    """Raise a `StrategyError` where an option that overlaps finds nothing in any block."""
-    found = frozenset[str]().union(*(kind.overlapped for kind in kinds))
-    if strategy.tp_overlap_chunks > 1 and "chunks" not in found:
-        raise StrategyError(
-            f"tp_overlap_chunks = {strategy.tp_overlap_chunks} splits nothing: no collective stands next to a matrix "
-            "multiplication; leave it at 1, or shard heads or d_ff over tp above 1"
-        )
-    if strategy.moe_shared_expert_overlap and "shared" not in found:
-        raise StrategyError(
-            "moe_shared_expert_overlap finds no shared expert beside an all-to-all; leave it out, "
-            "or take a model with shared experts and ep above 1"
-        )
 
 
 def symbol_values(request: Request) -> dict[str, int]:
     """A value for every size symbol; `sources` is how many parts the slots of an expert come from."""
     tokens = Tensor("tokens", (Dim("batch", size("batch")), Dim("seq", size("seq"))))
     values, mesh = dict(request.sizes), request.mesh
-    rest = rest_layout(tokens, request.strategy.shard, mesh, values)
+    rest = rest_layout(tokens, request.table, mesh, values)
     parts = {*rest.sharding, *mesh.expand(request.strategy.axes("slots"))}
     return values | {"sources": mesh.degree(parts)}
 
@@ -121,42 +101,60 @@ def job(request: Request) -> Job:
         chunks=request.pipeline.chunks,
     )
     concrete = Concrete(
-        symbol_values(request), mesh, {"compute": request.dtype, "gradient": request.grad_dtype}
+        symbol_values(request),
+        mesh,
+        {"compute": request.dtype, "gradient": request.grad_dtype},
+        consecutive=request.strategy.context_balance == "none",
     )
-    kinds = {block: _lowered(request, block, concrete) for block in dict.fromkeys(model.blocks)}
-    _check_overlap(request.strategy, kinds.values())
+    kinds = {block: _kind(request, block, concrete) for block in dict.fromkeys(model.blocks)}
+    check_overlap(request.strategy, [kind.both for kind in kinds.values()])
     step = _step_plan(request, kinds, widths, concrete)
     stages = cut(model, request.pipeline, request.stage_layers)
-    programs = tuple(_program(rank, stages, kinds, step, request) for rank in range(request.pipeline.ranks))
+    classes = Partition.of(mesh, [atom for kind in kinds.values() for atom in kind.variants])
+    _check_balance(request, classes)
+    places = [classes.coordinates(number) for number in range(classes.count)]
+    check_tags(
+        micro_batches=request.micro_batches,
+        steps=request.steps,
+        chunks=request.pipeline.chunks,
+        blocks=len(model.blocks),
+        messages=max(kind.templates(places[0]).messages for kind in kinds.values()),
+    )
+    programs = tuple(_program(place, stages, kinds, step, request) for place in places)
     digits = NameStyle(
         len(str(len(model.layers) - 1)),
         len(str(request.micro_batches - 1)),
         len(str(request.steps - 1)) if request.steps > 1 else 0,
     )
     placement = None if request.placement is None else np.array(request.placement, np.int64)
-    return Job(mesh, programs, digits, describe(request, stages), placement)
+    return Job(mesh, programs, digits, describe(request, stages), placement, classes.axes)
 
 
-def _lowered(request: Request, block: Block, concrete: Concrete) -> _Kind:
-    both = sharded_block(request, block)
+def _kind(request: Request, block: Block, concrete: Concrete) -> BlockKind:
     own = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
-    numbers = (*own, *request.pipeline.marks)
-    split = get_schedule(request.strategy.schedule).splits
-    templates = lower(
-        both,
+    return BlockKind(
+        sharded_block(request, block),
         concrete,
+        numbers=(*own, *request.pipeline.marks),
         gathered=_gathered(request),
-        numbers=numbers,
-        split=split,
+        split=get_schedule(request.strategy.schedule).splits,
         streams=request.strategy.streams,
     )
-    return _Kind(templates, tuple(unit_parameters(both.forward, concrete)), _overlapped(both))
 
 
-def _overlapped(both: Differentiated) -> frozenset[str]:
-    """What of a block overlaps by the strategy's options: `chunks` of collectives, or a `shared` expert."""
-    chunks = any(node.op == "chunk" for graph in (both.forward, both.backward) for node in graph.nodes)
-    return frozenset((*(["chunks"] if chunks else []), *(["shared"] if overlaps(both.forward) else [])))
+def _check_balance(request: Request, classes: Partition) -> None:
+    """A `StrategyError` where work is to be left unbalanced that is not uneven."""
+    if request.strategy.context_balance != "none" or set(classes.axes) - {STAGES}:
+        return
+    why = (
+        "attention has no causal mask"
+        if request.model.options.mask == "full"
+        else f"no axis shards the sequence of attention (cp = {request.degrees['cp']})"
+    )
+    raise StrategyError(
+        f"context_balance = none leaves ranks unequal work under a causal mask, but {why}; leave it out, "
+        "or take a causal mask and a cp above 1"
+    )
 
 
 def _gathered(request: Request) -> bool:
@@ -166,12 +164,12 @@ def _gathered(request: Request) -> bool:
 
 
 def _step_plan(
-    request: Request, kinds: Mapping[Block, _Kind], widths: Mapping[str, int], concrete: Concrete
+    request: Request, kinds: Mapping[Block, BlockKind], widths: Mapping[str, int], concrete: Concrete
 ) -> StepPlan:
     model, strategy, mesh = request.model, request.strategy, request.mesh
     x = model.graph(model.layers[0]).tensors["x"]
     message = (
-        concrete.local(x, rest_layout(x, strategy.shard, mesh, concrete.sizes)).elements * widths["compute"]
+        concrete.local(x, rest_layout(x, request.table, mesh, concrete.sizes)).elements * widths["compute"]
     )
     replicate = frozenset(mesh.expand(["dp_replicate"])) if strategy.dp_shard is not None else frozenset()
     sharding = Sharding(strategy.zero, replicate)
@@ -203,7 +201,7 @@ def _step_plan(
     )
 
 
-def _shared(request: Request, kinds: Mapping[Block, _Kind]) -> list[Parameter]:
+def _shared(request: Request, kinds: Mapping[Block, BlockKind]) -> list[Parameter]:
     """Parameters that first and last block both have on different ranks.
 
     They are a tied token table, or that of a prediction module.
@@ -216,11 +214,16 @@ def _shared(request: Request, kinds: Mapping[Block, _Kind]) -> list[Parameter]:
 
 
 def _program(
-    rank: int, stages: list[list[Unit]], kinds: Mapping[Block, _Kind], step: StepPlan, request: Request
+    place: Mapping[str, int],
+    stages: list[list[Unit]],
+    kinds: Mapping[Block, BlockKind],
+    step: StepPlan,
+    request: Request,
 ) -> Program:
-    """The program of the ranks that hold certain stages."""
+    """The program of the ranks at a place: of the pipeline, and of the atoms that their work depends on."""
+    rank = place.get(STAGES, 0)
     held = [stages[request.pipeline.stage(rank, chunk)] for chunk in range(request.pipeline.chunks)]
-    plans = _unit_plans([unit for units in held for unit in units], kinds, request)
+    plans = _unit_plans([unit for units in held for unit in units], kinds, place, request)
     shared = [p.name for p in _shared(request, kinds)]
     chunks: list[range] = []
     buckets: list[Bucket] = []
@@ -234,7 +237,9 @@ def _program(
     return stage_program(StagePlan(rank, tuple(plans), tuple(chunks), tuple(buckets)), step)
 
 
-def _unit_plans(units: list[Unit], kinds: Mapping[Block, _Kind], request: Request) -> list[UnitPlan]:
+def _unit_plans(
+    units: list[Unit], kinds: Mapping[Block, BlockKind], place: Mapping[str, int], request: Request
+) -> list[UnitPlan]:
     """The blocks of a rank; a parameter that two of them share belongs to the first."""
     seen: set[str] = set()
     plans = []
@@ -243,7 +248,8 @@ def _unit_plans(units: list[Unit], kinds: Mapping[Block, _Kind], request: Reques
         own = tuple(p for p in kind.parameters if unit.layer >= 0 or p.name not in seen)
         seen.update(p.name for p in own if unit.layer < 0)
         head = unit.block == request.model.head
-        plans.append(UnitPlan(unit.block.kind, unit.layer, kind.templates, own, kind.parameters, head))
+        templates = kind.templates(place)
+        plans.append(UnitPlan(unit.block.kind, unit.layer, templates, own, kind.parameters, head))
     return plans
 
 
@@ -279,4 +285,6 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         "dropout": request.model.options.dropout,
         "stage_layers": [sum(unit.layer >= 0 for unit in units) for units in stages],
         "placement": None if request.placement is None else list(request.placement),
+        **({} if strategy.context == "all_gather" else {"context": strategy.context}),
+        **({} if strategy.context_balance == "zigzag" else {"context_balance": strategy.context_balance}),
     }

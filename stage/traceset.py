@@ -23,6 +23,7 @@ from stage.trace.groups import GroupTable
 from stage.trace.image import NameStyle, Widths
 from stage.trace.limits import ONE_AT_A_TIME, exceeded
 from stage.trace.node import TraceNode
+from stage.trace.partition import STAGES, Partition
 from stage.trace.program import Program
 from stage.trace.streams import several_streams
 from stage.trace.totals import totals
@@ -35,9 +36,10 @@ SCHEMA_VERSION = "1.0.0"
 
 @dataclass(frozen=True)
 class Job:
-    """What a trace set is made from: the mesh, a program for each stage, and a description for the manifest.
+    """What a trace set is made from: the mesh, a program for each class, and a description for the manifest.
 
-    `placement[position]` is the rank at a position of the mesh, None where they are the same.
+    `placement[position]` is the rank at a position of the mesh, None where they are the same. Classes are stages, and
+    of these the ranks with the same coordinates over the atoms `variants` (`stage.trace.partition`).
     """
 
     mesh: Mesh
@@ -45,10 +47,12 @@ class Job:
     style: NameStyle
     description: Mapping[str, Any]
     placement: NDArray[np.int64] | None = None
+    variants: tuple[str, ...] = ()
 
     def axes(self) -> set[tuple[str, ...]]:
-        """All sets of axes that communicate."""
-        return {n.axes for p in self.programs for t in p.templates for n in t.nodes if n.axes}
+        """All sets of axes with collectives."""
+        nodes = (n for p in self.programs for t in p.templates for n in t.nodes)
+        return {node.axes for node in nodes if node.axes and node.peer is None}
 
     def classes(self) -> RankClasses:
         """The rank classes, whose images are made on demand."""
@@ -63,7 +67,9 @@ class Job:
         def image(number: int) -> ClassImage:
             return expand(self.programs[number], self.style, widths, header, encoded)
 
-        return RankClasses(self.mesh, axes, len(self.programs), image, self.placement)
+        partition = Partition.of(self.mesh, self.variants)
+        assert partition.count == len(self.programs), f"{len(self.programs)} programs for {partition.axes}"
+        return RankClasses(partition, axes, image, self.placement)
 
 
 class TraceSet:
@@ -120,10 +126,12 @@ class TraceSet:
     @cached_property
     def manifest(self) -> dict[str, Any]:
         """Inputs, resolved sizes and mesh, counts, and for each class its totals and the digest of its bytes."""
+        axes = self.classes.partition.axes
         return {
             **self.description,
             "ranks": self.world,
             "groups": self.classes.groups.count,
+            **({} if set(axes) <= {STAGES} else {"class_axes": list(axes)}),
             "classes": [self._class_entry(number) for number in range(self.classes.count)],
         }
 

@@ -15,6 +15,7 @@ from stage.graph import Graph, Node
 from stage.layout import Layout
 from stage.mesh import Mesh
 from stage.ops import get_op
+from stage.ops.ring import EXCHANGE
 from stage.passes.backward import Differentiated
 from stage.passes.shard import UNORDERED
 from stage.symbols import evaluate
@@ -90,13 +91,19 @@ def local_shape(shape: Any, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
 
 @dataclass
 class Executor:
-    """The values of a graph on a mesh; `sizes` gives every size symbol a value, `slots` the identity of slots."""
+    """The values of a graph on a mesh; `sizes` gives every size symbol a value, `slots` the identity of slots.
+
+    `order` are the positions of the tokens of a sequence, where they are not laid in order. `turned` says of a tensor
+    how many ranks further along some axes each part of it has come.
+    """
 
     mesh: Mesh
     sizes: Mapping[str, int]
     rng: np.random.Generator
     values: dict[str, Floats] = field(default_factory=dict)
     slots: dict[str, Floats] = field(default_factory=dict)
+    order: Floats | None = None
+    turned: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
 
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
         return tuple(evaluate(dim.size, self.sizes) for dim in tensor.dims)
@@ -110,6 +117,7 @@ class Executor:
 
     def get(self, graph: Graph, name: str) -> Floats:
         """The whole tensor, slots in the order of their tokens."""
+        assert name not in self.turned, f"parts of {name} are not at home"
         whole = collect(self.values[name], self.layout(graph, name), self.mesh)
         if name in self.slots:
             layout = self.layout(graph, name)
@@ -133,6 +141,8 @@ class Executor:
         for node in graph.nodes:
             if "step" in node.attrs:
                 self._reshard(node)
+            elif node.op == EXCHANGE:
+                self._exchange(node)
             else:
                 self._compute(graph, node)
 
@@ -151,10 +161,47 @@ class Executor:
                 self.slots.get(result.removeprefix("d."), found) if node.op == "pad" else found
             )
 
+    def _exchange(self, node: Node) -> None:
+        """Every device takes what the one before it along some axes has."""
+        axes = node.attrs["axes"]
+        front = [self.mesh.names.index(atom) for atom in axes]
+        for name, result in zip(node.inputs, node.outputs, strict=True):
+            moved = np.moveaxis(self.values[name], front, range(len(front)))
+            flat = moved.reshape((-1, *moved.shape[len(front) :]))
+            self.values[result] = np.moveaxis(
+                np.roll(flat, 1, axis=0).reshape(moved.shape), range(len(front)), front
+            )
+            self._turn(result, (self.turned.get(name, (0, axes))[0] + 1) % len(flat), axes)
+
+    def _turn(self, name: str, turns: int, axes: tuple[str, ...]) -> None:
+        if turns:
+            self.turned[name] = turns, axes
+
+    def _results_turn(self, node: Node) -> None:
+        """Parts that have come round stay with their like: gradients of keys and values with these."""
+        given = [self.turned.get(name, (0, ())) for name in node.inputs]
+        if node.op == "attention_backward":
+            pairs = list(zip(node.outputs[1:3], given[2:4], strict=True))
+        elif node.op == "attention":
+            pairs = []
+        else:
+            assert len(set(given)) < 2, f"{node.name} joins parts of different devices"
+            pairs = [(name, given[0]) for name in node.outputs if given]
+        for name, (turns, axes) in pairs:
+            self._turn(name, turns, axes)
+
+    def _home(self, name: str, here: Mapping[str, int]) -> Mapping[str, int]:
+        """The place of the device whose part of a tensor a device has."""
+        turns, axes = self.turned.get(name, (0, ()))
+        degrees = [self.mesh.degree(atom) for atom in axes]
+        back = (index(here, axes, self.mesh) - turns) % self.mesh.degree(axes)
+        at = (int(part) for part in np.unravel_index(back, degrees))
+        return {**here, **dict(zip(axes, at, strict=True))} if turns else here
+
     def _local(self, graph: Graph, name: str, names: Any, here: Mapping[str, int], value: Any) -> Local:
         tensor, layout = graph.tensors[name], self.layout(graph, name)
         shape = self.shape(tensor)
-        begin = starts(shape, layout, self.mesh, here)
+        begin = starts(shape, layout, self.mesh, self._home(name, here))
         own = Local(names, tensor.dim_names, begin, local_shape(shape, layout, self.mesh))
         assert value is None or value.shape == own.shape, (
             f"{name} is {value.shape}, its layout says {own.shape}"
@@ -170,6 +217,7 @@ class Executor:
             )
         ]
         grid = tuple(degree for _, degree in self.mesh.atoms)
+        self._results_turn(node)
         values, slots = self._aligned(node)
         found: list[list[Floats]] = []
         fresh: list[Floats] = []
@@ -181,7 +229,7 @@ class Executor:
             ]
             operands, results = local[: len(node.inputs)], local[len(node.inputs) :]
             own = None if slots is None else slots[at]
-            call = Call(node.op, node.phase, node.attrs, operands, results, self.sizes, own)
+            call = Call(node.op, node.phase, node.attrs, operands, results, self.sizes, own, self.order)
             found.append(KERNELS[node.op](call))
             if node.op == "permute_tokens":
                 fresh.append(functions.slots_of(call))
@@ -223,16 +271,22 @@ def reordered(value: Floats, have: Floats, want: Floats) -> Floats:
 
 
 def execute(
-    block: Differentiated, mesh: Mesh, sizes: Mapping[str, int], given: Mapping[str, Floats], seed: Floats
+    block: Differentiated,
+    mesh: Mesh,
+    sizes: Mapping[str, int],
+    given: Mapping[str, Floats],
+    seed: Floats,
+    order: Floats | None = None,
 ) -> tuple[Executor, Executor]:
     """Forward and backward of a block whose inputs and parameters are `given`, from the cotangent `seed`."""
-    ahead = Executor(mesh, sizes, np.random.default_rng(1))
+    ahead = Executor(mesh, sizes, np.random.default_rng(1), order=order)
     for name in (*block.forward.inputs, *(t.name for t in block.forward.parameters)):
         ahead.put(block.forward, name, given[name])
     ahead.run(block.forward)
     known = {*block.saved, *(t.name for t in block.backward.parameters)}
     saved = {name: ahead.values[name] for name in known if name in ahead.values}
-    behind = Executor(mesh, sizes, np.random.default_rng(2), saved, dict(ahead.slots))
+    assert not ahead.turned.keys() & known, "what is kept for backward is at home"
+    behind = Executor(mesh, sizes, np.random.default_rng(2), saved, dict(ahead.slots), order)
     behind.put(block.backward, block.seeds[0], seed)
     behind.run(block.backward)
     return ahead, behind

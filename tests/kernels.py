@@ -41,7 +41,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Call:
-    """One run of a node on one device."""
+    """One run of a node on one device; `order` are the positions of the tokens of a sequence that is laid otherwise."""
 
     op: str
     phase: str
@@ -50,10 +50,16 @@ class Call:
     results: Sequence[Local]
     sizes: Mapping[str, int]
     slots: Floats | None = None
+    order: Floats | None = None
 
     @property
     def values(self) -> list[Floats]:
         return [x.value for x in self.operands]
+
+    def positions(self, x: Local) -> Floats:
+        """The positions of the tokens of an operand in their sequence."""
+        found = x.indices("seq")
+        return found if self.order is None else self.order[found]
 
 
 def aligned(value: Floats, names: Names, target: Names) -> Floats:
@@ -98,9 +104,9 @@ def _repeated(x: Local, size: Mapping[Any, int]) -> Floats:
     return value
 
 
-def visible(call: Call, queries: Floats, keys: int) -> npt.NDArray[np.bool_]:
-    """Which of the keys (from 0 on) each query sees, shape (queries, keys)."""
-    distance = queries[:, None] - np.arange(keys)[None, :]
+def visible(call: Call, queries: Floats, keys: Floats) -> npt.NDArray[np.bool_]:
+    """Which of the keys each query sees, both by position, shape (queries, keys)."""
+    distance = queries[:, None] - keys[None, :]
     seen = np.ones_like(distance, bool) if call.attrs["mask"] == "full" else distance >= 0
     window = call.attrs.get("window")
     if call.attrs["mask"] == "causal" and window is not None:
@@ -113,7 +119,8 @@ def contract(call: Call) -> list[Floats]:
     out = call.results[0]
     total = einsum(a, b, out)
     if call.phase != "backward" and "mask" in call.attrs and "kv_seq" in out.dims:
-        seen = visible(call, out.indices("seq"), out.shape[out.at("kv_seq")])
+        keys = out.indices("kv_seq")
+        seen = visible(call, call.positions(out), keys if call.order is None else call.order[keys])
         total = np.where(aligned(seen, ("seq", "kv_seq"), out.dims), total, -1e30)
     for x in added:
         total = total + aligned(x.value, x.names, out.names)
@@ -171,7 +178,7 @@ def rope(call: Call) -> list[Floats]:
     """A rotation of the two halves of the last dim by an angle that grows with the position; backward, its inverse."""
     x = call.operands[0]
     half = x.shape[-1] // 2
-    angle = 0.3 * x.indices("seq")[:, None] / (1 + np.arange(half))[None, :]
+    angle = 0.3 * call.positions(x)[:, None] / (1 + np.arange(half))[None, :]
     angle = aligned(angle, ("seq", "half"), (*x.dims[:-1], "half")) * (-1 if call.phase == "backward" else 1)
     a, b = x.value[..., :half], x.value[..., half : 2 * half]
     turned = [a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)]
@@ -182,7 +189,7 @@ def _scores(call: Call, q: Local, k: Local) -> Floats:
     """Masked scores [batch, heads, seq, kv_seq]."""
     keys = k.value.repeat(q.shape[2] // k.shape[2], axis=2)
     scores = np.einsum("bshd,bthd->bhst", q.value, keys)
-    return np.where(visible(call, q.indices("seq"), k.shape[1]), scores, -1e30)
+    return np.where(visible(call, call.positions(q), call.positions(k)), scores, -1e30)
 
 
 def attention(call: Call) -> list[Floats]:
@@ -192,8 +199,9 @@ def attention(call: Call) -> list[Floats]:
     if sinks:
         total = total + np.exp(sinks[0].value)[None, :, None]
     values = v.value.repeat(q.shape[2] // v.shape[2], axis=2)
-    o = np.einsum("bhst,bthd->bshd", np.exp(scores) / total[..., None], values)
-    return [o, np.log(total).transpose(0, 2, 1)]
+    o = np.einsum("bhst,bthd->bshd", np.exp(scores) / np.where(total, total, 1)[..., None], values)
+    with np.errstate(divide="ignore"):  # of a block of keys a query may see none
+        return [o, np.log(total).transpose(0, 2, 1)]
 
 
 def attention_backward(call: Call) -> list[Floats]:
@@ -208,6 +216,17 @@ def attention_backward(call: Call) -> list[Floats]:
     blocks = [x.reshape((*x.shape[:2], k.shape[2], group, -1)).sum(3) for x in (dk, dv)]
     dsinks = [-(np.exp(s.value - lse.value) * mean.transpose(0, 2, 1)).sum((0, 1)) for s in sinks]
     return [dq, *blocks, *dsinks]
+
+
+def attention_merge(call: Call) -> list[Floats]:
+    """What two blocks of keys give together, from what each gives alone."""
+    o, lse, other, other_lse = call.values
+    total = np.logaddexp(lse, other_lse)
+    return [o * np.exp(lse - total)[..., None] + other * np.exp(other_lse - total)[..., None], total]
+
+
+def cast(call: Call) -> list[Floats]:
+    return [call.values[0]]
 
 
 def attention_softmax(call: Call) -> list[Floats]:
@@ -306,6 +325,7 @@ KERNELS: Mapping[str, Callable[[Call], list[Floats]]] = {
             join,
         ),
         *(attention, attention_backward, attention_softmax, attention_softmax_backward, pointwise, split),
+        *(attention_merge, cast),
         *(pointwise_backward, add, reduce, dropout, dropout_backward, chunk, join_chunks),
     )
 } | {"split_backward": split}

@@ -13,6 +13,7 @@ from stage.graph import Graph, Node
 from stage.layout import Layout, local_result
 from stage.mesh import Mesh
 from stage.ops import get_op
+from stage.ops.ring import EXCHANGE
 from stage.passes.shard import REPLICABLE, UNORDERED
 from stage.tensor import Tensor
 from tests.executor import Executor
@@ -52,7 +53,9 @@ FIXED_OPERANDS = {"reduce": 1, "embedding_backward": 2, "target_backward": 2, "c
 def terms(node: Node) -> list[Term]:
     """The sum that a node computes: products of operands, and operands that are only added."""
     n, outs = len(node.inputs), tuple(range(len(node.outputs)))
-    if node.op in ("add", "join", "chunk", "join_chunks"):
+    if node.op == EXCHANGE:
+        return [Term((i,), (i,), (i,)) for i in range(n)]
+    if node.op in ("add", "join", "cast", "chunk", "join_chunks"):
         return [Term(tuple(range(n)), outs, tuple(range(n)), additive=True)]
     if node.op == "sort_by_expert":
         return [Term(tuple(range(n)), outs, (n - 1,))]

@@ -57,9 +57,10 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
     placement.write_text("1 0")
     line = (
         "synth llama3-8b --strategy fsdp --gpus 8 --dp 2 --tp 2 --pp 2 --cp 1 --ep 2 --etp 1 --vpp 2 --dp-shard 2 "
-        "--batch 16 --micro-batch 2 --seq 128 --schedule gpipe --zero 1 --recompute full --stage-layers 3,2x2 "
+        "--batch 16 --micro-batch 2 --seq 128 --schedule gpipe --zero 1 --recompute full "
+        "--context-balance none --stage-layers 3,2x2 "
         "--grad-reduce microbatch --dtype fp16 --grad-dtype bf16 --no-clip --vocab-multiple 64 --dropout --steps 2 "
-        "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 "
+        "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 --context ring "
         "--overlap-chunks 4 --moe-shared-expert-overlap --streams per-axis "
         f"--out {tmp_path / 't'} --force --json --placement {placement} --resume --jobs 3 --dask tcp://host:8786"
     )
@@ -77,12 +78,14 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "etp": 1,
         "vpp": 2,
         "dp_shard": 2,
+        "context": "ring",
         "batch": 16,
         "micro_batch": 2,
         "seq": 128,
         "schedule": "gpipe",
         "zero": 1,
         "recompute": "full",
+        "context_balance": "none",
         "stage_layers": [3, 2, 2],
         "grad_reduce": "microbatch",
         "dtype": "fp16",

@@ -81,7 +81,7 @@ def expected(job: Job, rank: int) -> Iterator[TraceNode]:
     """The nodes of a rank, straight from its program."""
     traces = TraceSet.of(job)
     position = traces.classes.position(rank)
-    program = job.programs[position // traces.classes.ranks_per_class]
+    program = job.programs[traces.classes.of(rank)]
     for instance in instances(program):
         for index, node in enumerate(instance.template.nodes):
             yield TraceNode(

@@ -17,6 +17,7 @@ import stage.passes.backward
 import stage.symbols
 import stage.synthesis
 import stage.trace.expand
+import stage.trace.kind
 import stage.trace.lower
 import stage.trace.stage_program
 from stage.synthesis import synthesize
@@ -30,7 +31,7 @@ COUNTED = {
     "expressions made exact": (stage.trace.lower, "exact"),
     "blocks sharded": (stage.synthesis, "shard"),
     "blocks differentiated": (stage.synthesis, "differentiate"),
-    "blocks lowered": (stage.synthesis, "lower"),
+    "blocks lowered": (stage.trace.kind, "lower"),
     "templates encoded": (stage.trace.expand, "encode_template"),
     "stages assembled": (stage.synthesis, "stage_program"),
     "actions recorded": (stage.trace.stage_program, "record_action"),
@@ -62,8 +63,8 @@ def work(counts: Counter[str], **options: Any) -> Counter[str]:
     """What synthesis of a job and of one rank of each class takes."""
     clear_cache()  # sympy keeps the results of earlier work
     counts.clear()
-    sizes = {**SIZES, "layers": options.pop("layers", 8)}
-    traces = synthesize("llama3-8b", sizes=sizes, seq=64, **options)
+    sizes = {**SIZES, "layers": options.pop("layers", 8), **options.pop("more", {})}
+    traces = synthesize(options.pop("model", "llama3-8b"), sizes=sizes, seq=64, **options)
     for number in range(traces.classes.count):
         traces.classes.image(number)
     return Counter(counts)
@@ -97,6 +98,23 @@ def test_blocks_are_handled_once_for_each_kind(counts: Counter[str]) -> None:
     found = work(counts, **JOB)
     assert found["blocks sharded"] == found["blocks lowered"] == 3, "embedding, layer, head"
     assert found["stages assembled"] == found["classes expanded"] == 4
+
+
+def test_layers_are_lowered_once_for_each_place_of_unequal_work(counts: Counter[str]) -> None:
+    job = {**JOB, "cp": 4, "context_balance": "none"}
+    found = work(counts, **job)
+    assert found["blocks sharded"] == found["blocks differentiated"] == 3, "embedding, layer, head"
+    assert found["blocks lowered"] == 2 + 4
+    assert found["stages assembled"] == found["classes expanded"] == 4 * 4
+    assert work(counts, **{**job, "dp": 64, "batch": 512, "layers": 32}) == found
+
+
+def test_windows_that_see_alike_are_encoded_once(counts: Counter[str]) -> None:
+    """Behind the first window every query sees as many keys: two kinds of ranks, however many parts."""
+    job = {"model": "mistral-7b", "context_balance": "none", "batch": 1}
+    few, many = (work(counts, **job, cp=cp, more={"window": 8}) for cp in (2, 8))
+    assert many["blocks lowered"] == 2 + 8
+    assert many["templates encoded"] - few["templates encoded"] == 6 * 4, "data-parallel work of each class"
 
 
 def test_a_stage_more_encodes_its_messages_and_its_data_parallel_work(counts: Counter[str]) -> None:
@@ -154,3 +172,9 @@ def test_a_proof_decodes_one_rank_a_class(monkeypatch: pytest.MonkeyPatch, dp: i
     traces = synthesize("llama3-8b", sizes=sizes, seq=64, dp=dp, tp=2, pp=2, batch=2 * dp)
     assert verify_set(traces).ok
     assert read == [0, 2 * dp]
+    read.clear()
+    uneven = synthesize(
+        "llama3-8b", sizes=sizes, seq=64, dp=dp, cp=2, pp=2, batch=2 * dp, context_balance="none"
+    )
+    assert verify_set(uneven).ok
+    assert read == [0, 1, 2 * dp, 2 * dp + 1]

@@ -36,6 +36,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "one rank": {"gpus": 1, "batch": 1},
     "placed": {"gpus": 8, "tp": 2, "pp": 2, "batch": 8, "placement": [7, 6, 5, 4, 0, 1, 2, 3]},
     "sharded": {"gpus": 8, "pp": 2, "batch": 8, "strategy": "fsdp"},
+    "unequal": {"gpus": 16, "tp": 2, "pp": 2, "cp": 2, "batch": 4, "context_balance": "none"},
     "long context": {"gpus": 16, "tp": 2, "pp": 4, "cp": 2, "batch": 4, "steps": 2},
 }
 
@@ -453,8 +454,16 @@ JOB_FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "its groups are not numbered as this release numbers them",
     ),
     "wider peers": (lambda j: j.update(peer_width=4), "its ranks are written with 4 bytes, not 3"),
-    "no class": (lambda j: j.update(classes=[]), "0 classes do not share 8 ranks"),
-    "three classes": (lambda j: j["classes"].append(j["classes"][0]), "3 classes do not share 8 ranks"),
+    "classes over no axes": (
+        lambda j: j.update(class_axes=["y"]),
+        "('y',) are no axes of classes on its mesh",
+    ),
+    "classes without stages": (
+        lambda j: j.update(class_axes=["dp"]),
+        "('dp',) are no axes of classes on its mesh",
+    ),
+    "no class": (lambda j: j.update(classes=[]), "it has 0 classes, but by its mesh 2"),
+    "three classes": (lambda j: j["classes"].append(j["classes"][0]), "it has 3 classes, but by its mesh 2"),
     "a peer beyond": (
         lambda j: j["classes"][1]["peers"][1].__setitem__(1, 2),
         "no rank of its mesh has a peer +2 over pp",

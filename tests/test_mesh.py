@@ -36,10 +36,32 @@ SPARSE = ("pp", "edp", "ep", "etp")
         ({"tp": 8, "kv_heads": 32}, [("tp", 8)]),
         ({"dp": 2, "tp": 4, "kv_heads": 2, "ep": 8}, [("dp", 2), ("tp_kv", 2), ("tp_rep", 2)]),
         ({"dp": 2, "tp": 4, "kv_heads": 2, "etp": 2, "ep": 4}, [("dp", 2), ("tp_kv", 2), ("etp", 2)]),
+        ({"cp": 4, "tp": 2, "kv_heads": 8, "ulysses": 4}, [("cp", 4), ("tp", 2)]),
+        ({"cp": 4, "tp": 2, "kv_heads": 4, "ulysses": 4}, [("cp_rep", 2), ("cp_kv", 2), ("tp", 2)]),
+        ({"cp": 4, "tp": 4, "kv_heads": 2, "ulysses": 4}, [("cp", 4), ("tp_kv", 2), ("tp_rep", 2)]),
+        ({"cp": 8, "ulysses": 2}, [("cp_ring", 4), ("cp_ulysses", 2)]),
+        (
+            {"dp": 2, "cp": 8, "kv_heads": 2, "ulysses": 4, "ep": 8},
+            [("dp", 2), ("cp_ring", 2), ("cp_rep", 2), ("cp_kv", 2)],
+        ),
     ],
 )
 def test_atoms_refine_all_views(degrees: dict[str, int], atoms: list[tuple[str, int]]) -> None:
     assert list(build_mesh(**degrees).atoms) == atoms
+
+
+def test_parts_of_cp_have_names_in_every_refinement() -> None:
+    mesh = build_mesh(cp=8, tp=2, kv_heads=4, ulysses=4)
+    names = {name: mesh.expand(name) for name in ("cp", "cp_ring", "cp_ulysses", "cp_kv", "cp_rep")}
+    assert names == {
+        "cp": ("cp_ring", "cp_rep", "cp_kv"),
+        "cp_ring": ("cp_ring",),
+        "cp_ulysses": ("cp_rep", "cp_kv"),
+        "cp_kv": ("cp_kv",),
+        "cp_rep": ("cp_rep",),
+    }
+    assert build_mesh(cp=8, ulysses=8).expand(["cp_ring", "cp_ulysses", "cp_rep"]) == ("cp",)
+    assert "cp_ring" not in dict(build_mesh(cp=8).axes)
 
 
 def test_axes_name_runs_of_atoms() -> None:
@@ -176,6 +198,16 @@ def test_groups_of_many_ranks_are_fast() -> None:
             "consecutive ranks; choose degrees so that one is a multiple of the other",
         ),
         (
+            {"cp": 4, "tp": 2, "kv_heads": 6, "ulysses": 2},
+            "kv_heads = 6 and tp x ulysses = 4 do not divide one another; choose a tp x ulysses that divides "
+            "kv_heads, or is a multiple of it",
+        ),
+        (
+            {"cp": 6, "ulysses": 3, "ep": 2},
+            "ulysses 3 = 3 ranks and ep 2 = 2 ranks do not divide one another, but both are blocks of "
+            "consecutive ranks; choose degrees so that one is a multiple of the other",
+        ),
+        (
             {"dp": 12, "dp_shard": 6, "ep": 4},
             "dp_shard 6 = 6 ranks and ep 4 = 4 ranks do not divide one another, but both are blocks of "
             "consecutive ranks; choose degrees so that one is a multiple of the other",
@@ -215,3 +247,10 @@ def test_an_axis_is_a_run_of_consecutive_atoms() -> None:
     for axis in (("x", ("a", "c")), ("x", ("b", "a")), ("a", ("a", "b"))):
         with pytest.raises(AssertionError):
             Mesh(atoms, (axis,))
+
+
+def test_index_is_the_place_in_a_row_of_the_groups() -> None:
+    mesh = build_mesh(pp=2, dp=3, cp=2, tp=4, kv_heads=2)
+    for names in (["tp", "dp"], ["tp_kv", "cp"], []):
+        for row in mesh.groups(names).tolist():
+            assert [mesh.index(names, mesh.coordinates(rank)) for rank in row] == list(range(len(row)))

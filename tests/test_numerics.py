@@ -36,10 +36,20 @@ def draw(graph: Graph, sizes: Mapping[str, int]) -> dict[str, Floats]:
     return found
 
 
+def zigzag(seq: int, ring: int) -> Floats:
+    """The positions of a sequence laid so that rank i of n has the chunks i and 2n-1-i of 2n."""
+    chunks = np.split(np.arange(seq), 2 * ring)
+    return np.concatenate([part for i in range(ring) for part in (chunks[i], chunks[-1 - i])])
+
+
 @cache
-def unsharded(model: str, kind: str, batch: int, options: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
+def unsharded(
+    model: str, kind: str, batch: int, options: tuple[tuple[str, Any], ...], ring: int = 1
+) -> tuple[Any, ...]:
     """A block on one device: its derivative, its values forward and backward, what it was given."""
-    job = request(model, "ddp", batch=batch, micro_batch=batch, **dict(options))
+    known = dict(options)
+    changed = dict(known.pop("sizes", ()))
+    job = request(model, "ddp", batch=batch, micro_batch=batch, sizes=changed, **known)
     block = next(b for b in job.model.blocks if b.kind == kind)
     sizes = symbol_values(job)
     both = differentiate(job.model.graph(block))
@@ -47,21 +57,29 @@ def unsharded(model: str, kind: str, batch: int, options: tuple[tuple[str, Any],
     out = both.forward.tensors[both.forward.outputs[0]]
     shape = Executor(ONE, sizes, np.random.default_rng(0)).shape(out)
     seed = np.random.default_rng(8).normal(size=shape)
-    ahead, behind = execute(both, ONE, sizes, given, seed)
+    ahead, behind = execute(both, ONE, sizes, given, seed, zigzag(job.seq, ring))
     return both, ahead, behind, given, seed
 
 
 def compare(model: str, strategy: str | Strategy, mesh: dict[str, int], **options: Any) -> Request:
     job = request(model, strategy, **mesh, **options)
     sizes = symbol_values(job)
+    circulates, cp = job.strategy.contexts.circulates, job.degrees["cp"]
+    laid = circulates and job.strategy.context_balance == "zigzag"
+    ring = cp // job.strategy.contexts.ulysses(cp) if laid else 1
     plain = {key: value for key, value in options.items() if key in ("attention", "mask", "dropout")}
+    plain |= {"sizes": tuple(sorted(options.get("sizes", {}).items()))}
     for block in dict.fromkeys(job.model.blocks):
         batch = job.sizes["batch"]
         both, ahead, behind, given, seed = unsharded(
-            model, block.kind, batch, (("vocab_multiple", 8 * job.degrees["tp"]), *sorted(plain.items()))
+            model,
+            block.kind,
+            batch,
+            (("vocab_multiple", 8 * job.degrees["tp"]), *sorted(plain.items())),
+            ring,
         )
         shard = sharded_block(job, block)
-        ahead_on, behind_on = execute(shard, job.mesh, sizes, given, seed)
+        ahead_on, behind_on = execute(shard, job.mesh, sizes, given, seed, zigzag(job.seq, ring))
         check_forward(block, both, ahead, shard, ahead_on)
         check_backward(block, both, behind, shard, behind_on)
     return job

@@ -166,7 +166,7 @@ def test_peers_survive_a_bundle_and_are_recognised_in_a_folder(
 def with_image(traces: TraceSet, number: int, made: ClassImage) -> TraceSet:
     old = traces.classes
     classes = RankClasses(
-        old.mesh, old.groups.axes, old.count, lambda n: made if n == number else old.image(n), old.placement
+        old.partition, old.groups.axes, lambda n: made if n == number else old.image(n), old.placement
     )
     return TraceSet(classes, traces.description, traces.summaries)
 

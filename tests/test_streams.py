@@ -42,6 +42,8 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("mixtral-8x7b", "megatron_moe", {"tp": 2, "dp": 4, "ep": 4, "steps": 2}),
     ("mixtral-8x7b", "megatron_moe", {"tp": 2, "dp": 4, "ep": 4, "zero": 3, "steps": 2}),
     ("gpt3-125m", "megatron_sp", {"tp": 2, "dp": 2, "pp": 2, "batch": 8}),
+    ("llama3-8b", "megatron_sp", {"tp": 2, "cp": 2, "pp": 2, "batch": 8, "context": "ring"}),
+    ("llama3-8b", "megatron_sp", {"tp": 2, "cp": 2, "dp": 2, "context": "ulysses", "sizes": {"kv_heads": 4}}),
     ("deepseek-v3", "megatron_moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 2, "pp": 2, "batch": 8, "vpp": 2,
                                      "schedule": "interleaved", "sizes": {"layers": 4}}),
     ("deepseek-v3", "megatron_moe", {"tp": 2, "cp": 2, "dp": 2, "ep": 4, "pp": 2, "batch": 8, "schedule": "zb-v",
@@ -59,6 +61,12 @@ def pair(request: pytest.FixtureRequest) -> tuple[TraceSet, TraceSet]:
     model, strategy, options = request.param
     single, several = (traces_of(model, strategy, options, streams) for streams in (None, "per-axis"))
     return single, several
+
+
+def stream_name(node: TraceNode) -> str:
+    if node.type == NodeType.COMM_COLL:
+        return str(node.get("axes"))
+    return "send pp" if node.get("phase") == "pipeline" else "send cp"
 
 
 def first_ranks(traces: TraceSet) -> Sequence[int]:
@@ -106,7 +114,7 @@ def test_nodes_are_the_same_but_for_order_and_stream(pair: tuple[TraceSet, Trace
         for one, other in zip(single, several, strict=True):
             attrs = {key: value for key, value in other.attrs.items() if key != "stream"}
             assert replace(other, data_deps=one.data_deps, attrs=attrs) == one
-            named = Attribute("string_val", str(other.get("axes") or "send pp"))
+            named = Attribute("string_val", stream_name(other))
             assert other.attrs.get("stream") == (named if other.type in COMMUNICATION else None)
 
 

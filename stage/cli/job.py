@@ -66,6 +66,24 @@ Recompute = Annotated[
         "--recompute", metavar="none|full|selective", help="Activations computed again.", rich_help_panel=STEP
     ),
 ]
+Context = Annotated[
+    str | None,
+    typer.Option(
+        "--context",
+        metavar="NAME",
+        help="How attention meets keys of other cp ranks; all_gather, ring, ulysses or ring:AxB.",
+        rich_help_panel=STEP,
+    ),
+]
+ContextBalance = Annotated[
+    str | None,
+    typer.Option(
+        "--context-balance",
+        metavar="zigzag|none",
+        help="Parts of the sequence over cp: of equal work, or consecutive.",
+        rich_help_panel=STEP,
+    ),
+]
 StageLayers = Annotated[
     str | None,
     typer.Option("--stage-layers", metavar="7,8x14,7", help="Layers of each stage.", rich_help_panel=STEP),
@@ -156,7 +174,9 @@ class JobOptions:
     micro_batch: MicroBatch = 1
     schedule: Schedule = None
     zero: Zero = None
+    context: Context = None
     recompute: Recompute = None
+    context_balance: ContextBalance = None
     stage_layers: StageLayers = None
     grad_reduce: GradReduce = "step"
     bucket_size: BucketSize = None

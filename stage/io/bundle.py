@@ -114,15 +114,14 @@ def open_bundle(path: str | Path) -> Bundle:
     content = container.read("job", JOB_LIMIT)
     with damage(container.path):
         job = parse_job(content, container.version)
-    placement = read_placement(container, job.mesh) if job.placed else None
+    placement = read_placement(container, job.partition.mesh) if job.placed else None
     description = dict(job.description)
     if job.listed and placement is not None:
         description["placement"] = placement.tolist()
     reader = ImageReader(container, job.classes, {group.axes: group.width for group in job.groups})
     classes = RankClasses(
-        job.mesh,
+        job.partition,
         [group.axes for group in job.groups],
-        len(job.classes),
         reader,
         placement,
         keep=KEPT_BYTES,

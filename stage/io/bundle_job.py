@@ -16,6 +16,7 @@ from stage.mesh import Mesh
 from stage.trace.classes import RankClasses
 from stage.trace.groups import PIPELINE_ENDS, GroupTable
 from stage.trace.image import PEER_WIDTH
+from stage.trace.partition import Partition
 from stage.trace.peer import Peer
 
 __all__ = [
@@ -62,7 +63,7 @@ class ClassEntry:
 class JobEntry:
     """The job: `placed` says whether there is a placement, `listed` whether the description repeats it."""
 
-    mesh: Mesh
+    partition: Partition
     groups: tuple[GroupEntry, ...]
     description: Mapping[str, Any]
     placed: bool
@@ -75,7 +76,7 @@ class JobEntry:
         placed = classes.placement is not None
         listed = placed and description.get("placement") == classes.placement.tolist()  # type: ignore[union-attr]
         kept = {key: value for key, value in description.items() if key != "placement" or not listed}
-        return JobEntry(classes.mesh, entries_of(classes.groups), kept, placed, listed, tuple(entries))
+        return JobEntry(classes.partition, entries_of(classes.groups), kept, placed, listed, tuple(entries))
 
 
 def entries_of(groups: GroupTable) -> tuple[GroupEntry, ...]:
@@ -86,7 +87,8 @@ def entries_of(groups: GroupTable) -> tuple[GroupEntry, ...]:
 def encode_job(job: JobEntry) -> bytes:
     """Return a job as JSON."""
     content = {
-        "mesh": {"atoms": job.mesh.atoms, "axes": job.mesh.axes},
+        "mesh": {"atoms": job.partition.mesh.atoms, "axes": job.partition.mesh.axes},
+        "class_axes": job.partition.axes,
         "groups": [{"axes": g.axes, "first": g.first, "width": g.width} for g in job.groups],
         "peer_width": PEER_WIDTH,
         "placement": job.placed,
@@ -116,16 +118,17 @@ def parse_job(content: bytes, version: int) -> JobEntry:
     groups = parse_groups(read["groups"], mesh)
     if read["peer_width"] != PEER_WIDTH:
         raise ValueError(f"its ranks are written with {read['peer_width']} bytes, not {PEER_WIDTH}")
+    partition = Partition.of(mesh) if version == 1 else parse_partition(read["class_axes"], mesh)
     classes = read["classes"]
-    if not 0 < len(classes) <= mesh.world or mesh.world % len(classes):
-        raise ValueError(f"{len(classes)} classes do not share {mesh.world} ranks")
+    if len(classes) != partition.count:
+        raise ValueError(f"it has {len(classes)} classes, but by its mesh {partition.count}")
     known = {group.axes: group.width for group in groups}
     if version == 1:
         classes = [renewed(entry) for entry in classes]
     entries = tuple(parse_class(entry, i, mesh, known) for i, entry in enumerate(classes))
     description = checked(read["description"])
     flags = read["placement"] is True, read["placement_in_description"] is True
-    return JobEntry(mesh, groups, description, *flags, entries)
+    return JobEntry(partition, groups, description, *flags, entries)
 
 
 def parse_mesh(read: Mapping[str, Any]) -> Mesh:
@@ -140,6 +143,14 @@ def parse_mesh(read: Mapping[str, Any]) -> Mesh:
         if list(run) != names[start : start + len(run)] or (axis in names and run != (axis,)):
             raise ValueError(f"axis {axis} of its mesh is no run of atoms: {run}")
     return Mesh(atoms, axes)
+
+
+def parse_partition(read: Sequence[Any], mesh: Mesh) -> Partition:
+    """Return classes whose axes are atoms of the mesh."""
+    partition = Partition(mesh, tuple(text(name) for name in read))
+    if not partition.sound:
+        raise ValueError(f"{partition.axes} are no axes of classes on its mesh")
+    return partition
 
 
 def parse_groups(read: Sequence[Mapping[str, Any]], mesh: Mesh) -> tuple[GroupEntry, ...]:

@@ -21,7 +21,7 @@ __all__ = ["Journal", "check_inputs", "find_intact", "read_journal"]
 LINE = re.compile(rb"([0-9]{1,10}) ([0-9]{1,18}) ([0-9a-f]{8})")
 SECONDS, REMOTE_SECONDS = 0.25, 5.0
 SHOWN = 40
-DERIVED = ("classes", "groups", "ranks", "world")
+DERIVED = ("class_axes", "classes", "groups", "ranks", "world")
 
 
 class Journal:

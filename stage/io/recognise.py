@@ -20,9 +20,10 @@ from stage.trace.classes import RankClasses
 from stage.trace.expand import ClassImage
 from stage.trace.groups import PIPELINE_ENDS, GroupTable
 from stage.trace.image import PEER_WIDTH
+from stage.trace.partition import STAGES, Partition
 from stage.trace.peer import Peer
 from stage.trace.spans import GROUP_NAME, Span, communication_spans, span_value
-from stage.trace.verify_manifest import is_atom
+from stage.trace.verify_manifest import class_axes, is_atom
 
 __all__ = ["recognise_classes"]
 
@@ -31,10 +32,10 @@ Placement = NDArray[np.int64] | None
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a manifest says of the mesh, which is checked against the files."""
+    """What a manifest says of the mesh and the classes on it, which is checked against the files."""
 
     mesh: Mesh
-    count: int
+    partition: Partition
     placement: Placement
 
     def rank_at(self, position: int) -> int:
@@ -65,30 +66,29 @@ def recognise_classes(source: DirectorySource) -> RankClasses | None:
 
 def read_shape(manifest: Mapping[str, Any]) -> Shape | None:
     """The shape that a manifest describes, or None if it describes none."""
-    mesh, stages, placed = (manifest.get(key) for key in ("mesh", "classes", "placement"))
+    mesh, entries, placed = (manifest.get(key) for key in ("mesh", "classes", "placement"))
     atoms = mesh.get("atoms") if isinstance(mesh, dict) else None
-    if not isinstance(atoms, list) or not isinstance(stages, list) or not all(map(is_atom, atoms)):
+    if not isinstance(atoms, list) or not isinstance(entries, list) or not all(map(is_atom, atoms)):
         return None
-    count = len(stages)
-    if len({name for name, _ in atoms}) < len(atoms) or (atoms and atoms[0][0] == "pp") != (count > 1):
+    if len({name for name, _ in atoms}) < len(atoms):
         return None
     found = Mesh(tuple((name, degree) for name, degree in atoms), ())
-    if count != (atoms[0][1] if count > 1 else 1):
+    axes = class_axes(manifest, found.names)
+    if axes is None or len(entries) != found.degree(axes):
         return None
     if placed is None:
-        return Shape(found, count, None)
+        return Shape(found, Partition(found, axes), None)
     if not isinstance(placed, list) or sorted(p for p in placed if type(p) is int) != [*range(found.world)]:
         return None
-    return Shape(found, count, np.array(placed, np.int64))
+    return Shape(found, Partition(found, axes), np.array(placed, np.int64))
 
 
 def read_classes(source: DirectorySource, shape: Shape) -> RankClasses | None:
-    """The classes that the files of the first ranks of each stage describe."""
-    size = shape.mesh.world // shape.count
+    """The classes that the files of the first ranks and of the last ranks of each describe."""
     pairs = []
-    for number in range(shape.count):
-        places = number * size, (number + 1) * size - 1
-        pairs.append([Place(at, source.rank(shape.rank_at(at))) for at in places])
+    for number in range(shape.partition.count):
+        own = shape.partition.positions(number)
+        pairs.append([Place(at, source.rank(shape.rank_at(at))) for at in (int(own[0]), int(own[-1]))])
     spans = [list(communication_spans(first.data)) for first, _ in pairs]
     axes = {span.axes for found in spans for span in found if span.name == GROUP_NAME}
     if not all(known(shape, names) for names in axes):
@@ -100,13 +100,13 @@ def read_classes(source: DirectorySource, shape: Shape) -> RankClasses | None:
         if image is None:
             return None
         images.append(image)
-    return RankClasses(shape.mesh, axes, shape.count, images.__getitem__, shape.placement)
+    return RankClasses(shape.partition, axes, images.__getitem__, shape.placement)
 
 
 def known(shape: Shape, axes: tuple[str, ...]) -> bool:
     """Whether groups over these axes are possible on the mesh."""
     if axes == PIPELINE_ENDS:
-        return shape.count > 1
+        return STAGES in shape.mesh.names
     return bool(axes) and len(set(axes)) == len(axes) and set(axes) <= set(shape.mesh.names)
 
 

@@ -53,11 +53,4 @@ class PeerSearch:
         names = self.mesh.names
         runs = [names[start:stop] for start, stop in combinations(range(len(names) + 1), 2)]
         for run in sorted(runs, key=len):
-            yield Peer(run, self._flat(after, run) - self._flat(before, run))
-
-    def _flat(self, coordinates: dict[str, int], run: tuple[str, ...]) -> int:
-        """A coordinate over a run of atoms, the last one fastest."""
-        place = 0
-        for atom in run:
-            place = place * self.mesh.degree(atom) + coordinates[atom]
-        return place
+            yield Peer(run, self.mesh.index(run, after) - self.mesh.index(run, before))

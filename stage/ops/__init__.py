@@ -11,6 +11,7 @@ from stage.ops import (
     moe,
     norm,
     pointwise,
+    ring,
     view,
 )
 from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, get_op, register, registered
@@ -34,5 +35,6 @@ __all__ = [
     "pointwise",
     "register",
     "registered",
+    "ring",
     "view",
 ]

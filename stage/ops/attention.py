@@ -5,12 +5,15 @@ products q.k and p.v. A causal mask leaves half of the pairs, a sliding window o
 query. The fused backward runs five products where the forward runs two (the scores are made again), so for
 equal head dimensions it executes 2.5 times the forward's work; a FLOP count of the model credits it with
 twice (Dao et al., FlashAttention-2, 2023, section 3).
+
+With the attribute `ring` the keys of a rank are those of its own part of the sequence, and what the op needs of the
+others comes round (`stage.passes.ring`). One step of that has the attribute `block`, and meets one rank's keys.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from stage.ops.masks import keys_per_query
+from stage.ops.masks import met_keys
 from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, register
 from stage.tensor import Dim, Size, Tensor
 
@@ -27,8 +30,8 @@ def _q(tensor: Tensor) -> tuple[Factor, ...]:
     return (*(name for name in tensor.dim_names[:-1]), None)
 
 
-def _kv(tensor: Tensor) -> tuple[Factor, ...]:
-    rename = {"seq": "kv_seq", "kv_heads": "heads"}
+def _kv(tensor: Tensor, attrs: Attrs) -> tuple[Factor, ...]:
+    rename = {"kv_heads": "heads"} | ({} if attrs.get("ring") else {"seq": "kv_seq"})
     return (*(rename.get(name, name) for name in tensor.dim_names[:-1]), None)
 
 
@@ -40,13 +43,15 @@ def _factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) 
     q, k, v, *sinks = inputs
     o, lse = outputs
     return Factors(
-        (_q(q), _kv(k), _kv(v), *_sinks(sinks)), (_q(o), lse.dim_names), fixed=frozenset({"kv_seq"})
+        (_q(q), _kv(k, attrs), _kv(v, attrs), *_sinks(sinks)),
+        (_q(o), lse.dim_names),
+        fixed=frozenset({"kv_seq"}),
     )
 
 
 def _pairs(attrs: Attrs, q: Tensor, k: Tensor) -> Size:
     """(query, key) pairs of all heads that one device works on."""
-    return _rows(q) * keys_per_query(k.size("seq"), attrs["mask"], attrs.get("window"))
+    return _rows(q) * met_keys(k.size("seq"), attrs)
 
 
 def _rows(q: Tensor) -> Size:
@@ -65,7 +70,7 @@ def _transpose(tape: Tape, node: Any) -> None:
     cotangent = tape.cotangent(node.outputs[0])
     assert cotangent is not None
     saved = [tape.saved(x) for x in (*node.inputs, *node.outputs)]
-    attrs = {key: node.attrs[key] for key in ("mask", "window") if key in node.attrs}
+    attrs = {key: node.attrs[key] for key in ("mask", "window", "ring") if key in node.attrs}
     tape.emit("attention_backward", [cotangent, *saved], list(node.inputs), **attrs)
 
 
@@ -74,8 +79,8 @@ def _backward_factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[
     *sinks, o, lse = rest
     dq, dk, dv, *dsinks = outputs
     return Factors(
-        (_q(do), _q(q), _kv(k), _kv(v), *_sinks(sinks), _q(o), lse.dim_names),
-        (_q(dq), _kv(dk), _kv(dv), *_sinks(dsinks)),
+        (_q(do), _q(q), _kv(k, attrs), _kv(v, attrs), *_sinks(sinks), _q(o), lse.dim_names),
+        (_q(dq), _kv(dk, attrs), _kv(dv, attrs), *_sinks(dsinks)),
         fixed=frozenset({"kv_seq"}),
     )
 

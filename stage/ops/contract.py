@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from stage.ops.masks import keys_per_query
+from stage.ops.masks import met_keys
 from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, dim_factors, register
 from stage.tensor import Dim, Size, Tensor
 
@@ -55,7 +55,7 @@ def _flops(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) ->
     factors = contract_factors(attrs, inputs, outputs)
     sizes = _sizes((*factors.operands, *factors.results), (*inputs, *outputs))
     if "mask" in attrs:
-        sizes["kv_seq"] = keys_per_query(sizes["kv_seq"], attrs["mask"], attrs.get("window"))
+        sizes["kv_seq"] = met_keys(sizes["kv_seq"], attrs)
     return 2 * prod(sizes.values(), start=1)
 
 

@@ -19,10 +19,11 @@ from stage.errors import LayoutError
 from stage.graph import Graph, Node
 from stage.mesh import Mesh
 from stage.ops import get_op
+from stage.passes.backward import Differentiated
 from stage.symbols import evaluate
 from stage.tensor import Tensor
 
-__all__ = ["chunk"]
+__all__ = ["chunk", "chunk_both"]
 
 TOKENS = "seq"
 REDUCTIONS = ("reduce_scatter", "all_reduce")
@@ -176,6 +177,12 @@ def chunk(graph: Graph, count: int, mesh: Mesh, sizes: Mapping[str, int]) -> Gra
             for name, runs in tensors:
                 _check(graph.tensors[name], graph, runs, count, mesh, sizes)
     return _Chunker(graph, count, blocks).run() if blocks else graph
+
+
+def chunk_both(block: Differentiated, count: int, mesh: Mesh, sizes: Mapping[str, int]) -> Differentiated:
+    """A block with both of its graphs in chunks; tensors that pass between them are whole."""
+    ahead, behind = (chunk(graph, count, mesh, sizes) for graph in (block.forward, block.backward))
+    return replace(block, forward=ahead, backward=behind)
 
 
 def _sides(node: Node, blocks: Blocks) -> tuple[int, ...]:

@@ -70,9 +70,9 @@ def _first_reader(backward: Graph, made: set[str]) -> int:
 def _rebuilt(block: Differentiated, nodes: tuple[Node, ...], renamed: dict[str, str]) -> Differentiated:
     tensors, layouts = dict(block.backward.tensors), dict(block.backward.layouts)
     for old, new in renamed.items():
-        tensors[new] = tensors[old].named(new)
-        if old in layouts:
-            layouts[new] = layouts[old]
+        tensors[new] = block.forward.tensors[old].named(new)
+        if old in block.forward.layouts:
+            layouts[new] = block.forward.layouts[old]
     own = {out for node in nodes for out in node.outputs} | set(block.seeds)
     read = dict.fromkeys(name for node in nodes for name in node.inputs if name not in own)
     saved = tuple(name for name in read if tensors[name].role != "parameter")

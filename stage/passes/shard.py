@@ -75,6 +75,20 @@ def _assign(
     return Assignment(axes, frozenset(atom for atom, _ in mesh.atoms if atom not in busy), dict(table))
 
 
+def _within(
+    table: tuple[tuple[str, tuple[str, ...]], ...], name: str
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The table as an op of this name sees it: a row `scope.dim` stands for `dim` within that scope, and only there."""
+    if not any("." in row for row, _ in table):
+        return table
+    scopes, found = name.split("."), dict[str, tuple[str, ...]]()
+    for row, axes in table:
+        scope, dot, dim = row.rpartition(".")
+        if not dot or scope in scopes:
+            found.setdefault(dim, axes)
+    return tuple(found.items())
+
+
 def freeze_table(table: Table) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((dim, tuple(axes)) for dim, axes in table)
 
@@ -148,6 +162,7 @@ class _Sharder:
         self.layouts: dict[str, Layout] = {}
         self.nodes: list[Node] = []
         self.placed: dict[tuple[str, Layout], str] = {}
+        self.homes: dict[str, Layout] = {}
         self.wants = {node.name: self._wanted(node) for node in graph.nodes}
         self.consumers = graph.consumers()
 
@@ -157,13 +172,17 @@ class _Sharder:
         factors = get_op(node.op).factors(node.attrs, operands, self.graph.results(node))
         parts = [f for names in (*factors.operands, *factors.results) for f in names if f]
         flat = {part for f in parts for part in ((f,) if isinstance(f, str) else f)}
-        assignment = _assign(
-            frozenset(flat - factors.fixed | factors.around), factors.held, self.table, self.mesh
-        )
+        chosen = frozenset(flat - factors.fixed | factors.around)
+        table = _within(self.table, node.name)
+        assignment, plain = (_assign(chosen, factors.held, t, self.mesh) for t in (table, self.table))
         layouts = [
             _operand_layout(t, names, assignment, self.mesh, self.sizes)
             for t, names in zip(operands, factors.operands, strict=True)
         ]
+        for tensor, names in zip(operands, factors.operands, strict=True):
+            if tensor.role == "parameter":
+                home = _operand_layout(tensor, names, plain, self.mesh, self.sizes)
+                self.homes.setdefault(tensor.name, home)
         return factors, assignment, layouts
 
     def run(self) -> Graph:
@@ -198,9 +217,8 @@ class _Sharder:
             self._move(name, self._resolved(name, wanted))
 
     def _reshard(self, name: str, wanted: Layout) -> str:
-        have = self.layouts.setdefault(
-            name, wanted
-        )  # parameters and tokens are put where their first reader wants them
+        # parameters and tokens are put where their first reader wants them, but not by the rows of a scope
+        have = self.layouts.setdefault(name, self.homes.get(name, wanted))
         if have == wanted:
             return name
         if have.pending:

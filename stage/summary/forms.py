@@ -14,7 +14,8 @@ import sympy
 from stage.graph import Graph, Node
 from stage.model import Block
 from stage.ops import get_op
-from stage.ops.collective import is_collective
+from stage.ops.collective import COLLECTIVES
+from stage.ops.ring import EXCHANGE
 from stage.passes.backward import Differentiated
 from stage.passes.shard import rest_layout
 from stage.request import Request
@@ -27,6 +28,9 @@ from stage.tensor import Size, Tensor, resolve_dtypes
 __all__ = ["block_forms", "closed_forms"]
 
 Entry = dict[str, Any]
+
+SENDING = (*COLLECTIVES, EXCHANGE)
+"""Ops that move data between devices; all others are kernels."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +66,29 @@ class _Pricing:
         }
 
     def sent(self, graph: Graph, node: Node) -> Size:
-        """Bytes that one device hands to a collective."""
-        tensor = self.tensors(graph, node.inputs[:1])[0]
-        return tidy(tensor.elements * self.width(tensor.dtype))
+        """Bytes that one device hands to a collective, or sends in a message."""
+        tensors = self.tensors(graph, node.inputs)
+        return tidy(sum((t.elements * self.width(t.dtype) for t in tensors), start=sympy.Integer(0)))
 
     def communication(self, graph: Graph) -> list[dict[str, Any]]:
-        """The collectives of a graph, those alike in one entry."""
+        """The collectives and messages of a graph, those alike in one entry."""
         found: dict[tuple[str, ...], dict[str, Any]] = {}
         for node in graph.nodes:
-            if not is_collective(node.op):
+            if node.op not in SENDING:
                 continue
-            axes, size = " x ".join(self.local.words(node.attrs["step"].axes)), self.sent(graph, node)
-            fresh = {"phase": node.phase, "kind": node.op, "axes": axes, "count": 0, "bytes": str(size)}
+            along = node.attrs["axes"] if node.op == EXCHANGE else node.attrs["step"].axes
+            axes, size = " x ".join(self.local.words(along)), self.sent(graph, node)
+            kind = "send" if node.op == EXCHANGE else node.op
+            fresh = {"phase": node.phase, "kind": kind, "axes": axes, "count": 0, "bytes": str(size)}
             fresh |= {"bytes_value": self.local.value(size), "nodes": []}
-            entry = found.setdefault((node.phase, node.op, axes, str(size)), fresh)
+            entry = found.setdefault((node.phase, kind, axes, str(size)), fresh)
             entry["count"] += 1
-            entry["nodes"].append(node.name)
+            entry["nodes"].append(f"{node.name}.send" if kind == "send" else node.name)
         return list(found.values())
 
     def phase(self, graph: Graph) -> dict[str, Any]:
         """The kernels of a graph, the sum of its matrix multiplications, and its collectives."""
-        kernels = [n for n in graph.nodes if get_op(n.op).kernel and not is_collective(n.op)]
+        kernels = [n for n in graph.nodes if get_op(n.op).kernel and n.op not in SENDING]
         ops = [self.op(graph, node) for node in kernels]
         return {
             "matmul_flops": str(self._total(graph, kernels)),
@@ -106,7 +112,7 @@ def pricing(request: Request) -> _Pricing:
     """How the ops of a request's sharded graphs are priced."""
     x = request.model.graph(request.model.layers[0]).tensors["x"]
     values = symbol_values(request)
-    rest = rest_layout(x, request.strategy.shard, request.mesh, values)
+    rest = rest_layout(x, request.table, request.mesh, values)
     local = Local(request.mesh, values, tuple(atom for axes in rest.dims for atom in axes))
     return _Pricing(local, {"compute": request.dtype, "gradient": request.grad_dtype})
 
@@ -146,7 +152,7 @@ def closed_forms(request: Request) -> dict[str, Any]:
         if request.degrees["pp"] == 1:
             seen |= {t.name for t in both.forward.parameters if t.shared}
     x = request.model.graph(request.model.layers[0]).tensors["x"]
-    rest = rest_layout(x, request.strategy.shard, request.mesh, price.local.values)
+    rest = rest_layout(x, request.table, request.mesh, price.local.values)
     message = tidy(price.local.tensor(x, rest).elements * price.width(x.dtype))
     return {
         "strategy": request.strategy.name,

@@ -131,7 +131,16 @@ class _Recording:
         return self.data.gather(at, self.micro_batch, "backward", self.recorder.last(COMPUTE))
 
     def _place(self, at: int, template: Template, earlier: tuple[int, ...], **ports: int) -> int:
-        return self.recorder.place(template, self.plan.units[at].layer, self.micro_batch, earlier, **ports)
+        tag, layer = self._first_tag(at), self.plan.units[at].layer
+        return self.recorder.place(template, layer, self.micro_batch, earlier, tag=tag, **ports)
+
+    def _first_tag(self, at: int) -> int:
+        """The first tag of a block's messages; all that a block can have are its own, and behind the pipeline's."""
+        messages = max((unit.templates.messages for unit in self.plan.units), default=0)
+        if not messages:
+            return 0
+        pipeline = 2 * self.step.steps * self.pipeline.micro_batches * self.pipeline.chunks
+        return self.recorder.symbol("count", len(self.plan.units) * messages) + pipeline + at * messages
 
     def _receive(self, direction: int) -> int:
         """What makes the tensor that the stage before (or, backward, after) a chunk hands on; -1 at the ends."""

@@ -3,7 +3,7 @@
 from stage.errors import TraceError
 from stage.trace.image import CHUNK_WIDTH, LAYER_WIDTH, MICRO_BATCH_WIDTH, PEER_WIDTH, STEP_WIDTH
 
-__all__ = ["check_capacity"]
+__all__ = ["check_capacity", "check_tags"]
 
 TAG_BITS = 31
 """A tag is a positive int32."""
@@ -31,3 +31,16 @@ def check_capacity(*, ranks: int, layers: int, micro_batches: int, steps: int, c
             raise TraceError(
                 f"{name} = {value} is more than the {room} that a trace has room for; choose fewer"
             )
+
+
+def check_tags(*, micro_batches: int, steps: int, chunks: int, blocks: int, messages: int) -> None:
+    """Raise a `TraceError` if messages within blocks, behind those between stages, need more tags than there are.
+
+    `blocks` are those of a rank, each of which has up to so many `messages` for a micro-batch.
+    """
+    tags = steps * micro_batches * (2 * chunks + blocks * messages)
+    if tags > 1 << TAG_BITS:
+        raise TraceError(
+            f"steps x micro_batches x blocks x messages of a block = {steps} x {micro_batches} x {blocks} x {messages} "
+            f"needs {tags} tags, more than the {1 << TAG_BITS} that a trace has room for; choose fewer"
+        )

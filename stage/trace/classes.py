@@ -6,15 +6,15 @@ these are is a formula of the rank's place on the mesh, so any rank is made alon
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stage.errors import TraceError
-from stage.mesh import Mesh
 from stage.trace.expand import ClassImage
 from stage.trace.groups import GroupTable
+from stage.trace.partition import Partition
 from stage.trace.peer import Peer, peer_positions
 from stage.trace.stamp import Stamp
 
@@ -26,29 +26,28 @@ TOGETHER = 1024
 
 
 class RankClasses:
-    """The classes of a job: pipeline stages, `count` of them, whose images `image` makes.
+    """The classes of a job, those of a `partition` of its ranks, whose images `image` makes by their numbers.
 
     `axes` are all sets of axes that communicate. `placement[position]` is the rank at a position of the mesh, None
-    where they are the same; each class has `ranks_per_class`. An image is made once and kept; with `keep`, those used
-    last are, up to so many bytes. `digests` are the length and the SHA-256 of each image, where they are known.
+    where they are the same. An image is made once and kept; with `keep`, those used last are, up to so many bytes.
+    `digests` are the length and the SHA-256 of each image, where they are known.
     """
 
     def __init__(
         self,
-        mesh: Mesh,
+        partition: Partition,
         axes: Iterable[Sequence[str]],
-        count: int,
         image: Callable[[int], ClassImage],
         placement: NDArray[np.int64] | None = None,
         *,
         keep: int | None = None,
         digests: Sequence[tuple[int, str]] = (),
     ) -> None:
-        self.mesh, self.count, self.placement = mesh, count, placement
-        self._world = mesh.world  # a product over the atoms, asked for several times a rank
-        self.ranks_per_class = self._world // count
+        self.partition, self.mesh, self.placement = partition, partition.mesh, placement
+        self.count, self.ranks_per_class = partition.count, partition.ranks_per_class
+        self._world = self.mesh.world  # a product over the atoms, asked for several times a rank
         self._keep, self._digests = keep, dict(enumerate(digests))
-        self.groups = GroupTable(mesh, axes, placement)
+        self.groups = GroupTable(self.mesh, axes, placement)
         self._make = image
         self._images: dict[int, ClassImage] = {}
         self._stamps: dict[int, Stamp] = {}
@@ -68,19 +67,11 @@ class RankClasses:
 
     def of(self, rank: int) -> int:
         """The class of a rank."""
-        return self.position(rank) // self.ranks_per_class
-
-    def numbers(self, positions: Ints) -> Ints:
-        """The classes of the ranks at these positions of the mesh."""
-        return positions // self.ranks_per_class
-
-    def positions(self, number: int) -> Ints:
-        """The positions of the ranks of a class, ascending."""
-        return np.arange(number * self.ranks_per_class, (number + 1) * self.ranks_per_class, dtype=np.int64)
+        return self.partition.number(self.position(rank))
 
     def first(self, number: int) -> int:
         """The rank at the first of the positions of a class."""
-        return self.rank_at(number * self.ranks_per_class)
+        return self.rank_at(self.partition.first(number))
 
     def image(self, number: int) -> ClassImage:
         """The bytes shared by the ranks of a class."""
@@ -118,12 +109,17 @@ class RankClasses:
     def each(self, ranks: Sequence[int]) -> Iterator[Bytes]:
         """The bytes of each of these ranks, in an array that the next one overwrites.
 
-        Neighbours of one class are prepared together, which makes a rank little more than a copy of bytes.
+        Those of one class are prepared together, which makes a rank little more than a copy of bytes.
         """
         for start in range(0, len(ranks), TOGETHER):
-            for number, members in groupby(ranks[start : start + TOGETHER], key=self.of):
+            positions = np.array([self.position(rank) for rank in ranks[start : start + TOGETHER]], np.int64)
+            numbers = self.partition.numbers(positions)
+            prepared: dict[int, Iterator[Bytes]] = {}
+            for number, members in groupby(numbers.tolist()):
                 stamp = self._stamp(number)
-                for own in stamp.own(np.array([self.position(rank) for rank in members], np.int64)):
+                if number not in prepared:
+                    prepared[number] = iter(stamp.own(positions[numbers == number]))
+                for own in islice(prepared[number], len(list(members))):
                     yield stamp.print(own)
 
     def _stamp(self, number: int) -> Stamp:

@@ -40,7 +40,7 @@ FIELD_WIDTHS = {
     "tag": TAG_WIDTH,
 }
 BASE, PHASE = COLUMNS.index("base"), COLUMNS.index("pipeline_phase")
-SHARED = [COLUMNS.index(name) for name in ("micro_batch", "chunk", "step", "tag", "pipeline_phase")]
+SHARED = [COLUMNS.index(name) for name in ("micro_batch", "chunk", "step", "pipeline_phase")]
 TOGETHER = 1 << 19
 """Bytes that are copied before they are patched."""
 
@@ -186,7 +186,7 @@ def _fill(scatter: Scatter, at: Ints, image: Image, rows: Ints) -> None:
         part = slice(first, first + some)
         for start, number in zip(at[part].tolist(), numbers[part], strict=True):
             scatter.bytes[start : start + length] = copies[number]
-        _put_numbers(scatter, at[part], image, rows[part], ["layer", "bucket"])
+        _put_numbers(scatter, at[part], image, rows[part], ["layer", "bucket", "tag"])
         _put_ids(scatter, at[part], image, rows[part])
 
 
@@ -204,6 +204,8 @@ def _put_numbers(scatter: Scatter, at: Ints, image: Image, rows: Ints, names: Se
         numbers = rows[:, COLUMNS.index(name)][:, None].astype(np.uint64)
         if name in image.fields:
             width = FIELD_WIDTHS[name]
+            if name == "tag":
+                numbers = numbers + image.tags.astype(np.uint64)
             scatter.put(at, image.fields[name], varint_words(numbers, width), width)
         if name in image.digits:
             count = image.counts[name]

@@ -70,7 +70,8 @@ class Image:
 
     `ids` has a row (position, source, offset) for each id and dependency; a source is a place in `SOURCES`, or after
     these a port. `fields` maps `layer micro_batch chunk step tag` to positions of varints, `pipeline_phase` to those of
-    a text and its length, and `digits` numbers of names to positions of text, of as many digits as `counts` has.
+    a text and its length, and `digits` numbers of names to positions of text, of as many digits as `counts` has. `tags`
+    says for each position of a tag how much it is more than the instance's.
     `groups` maps axes to the positions of their names, `peers` a peer (`OWN` is the rank itself) to those of its
     number.
     """
@@ -83,6 +84,7 @@ class Image:
     groups: dict[tuple[str, ...], Ints]
     peers: dict[Peer, Ints]
     id_width: int
+    tags: Ints
 
 
 class _Encoder:
@@ -93,6 +95,7 @@ class _Encoder:
         self.out = bytearray()
         self.ids: list[tuple[int, int, int]] = []
         self.fields: dict[str, list[int]] = {}
+        self.tags: list[int] = []
         self.digits: dict[str, list[int]] = {}
         self.counts = {
             "layer": style.layer, "micro_batch": style.micro_batch, "step": style.step, "bucket": template.digits
@@ -133,6 +136,10 @@ class _Encoder:
             self.ids.append((at, key[0], key[1]))
         elif kind in ("field", "digit"):
             (self.fields if kind == "field" else self.digits).setdefault(str(key), []).append(at)
+        elif kind == "tag":
+            assert isinstance(key, int)
+            self.fields.setdefault("tag", []).append(at)
+            self.tags.append(key)
         elif kind == "group":
             assert isinstance(key, tuple)
             self.groups.setdefault(key, []).append(at)
@@ -184,8 +191,10 @@ class _Encoder:
             for key, peer in zip(("comm_src", "comm_dst"), ends, strict=True):
                 found.append((attribute(key, "int32_val", 0, width=PEER_WIDTH), ("peer", peer, PEER_WIDTH)))
             found.append(
-                (attribute("comm_tag", "int32_val", 0, width=TAG_WIDTH), ("field", "tag", TAG_WIDTH))
+                (attribute("comm_tag", "int32_val", 0, width=TAG_WIDTH), ("tag", node.tag_offset, TAG_WIDTH))
             )
+            if node.axes:
+                found.append((attribute("axes", "string_val", " ".join(node.axes)), None))
         texts = (*_texts(node), ("part", self.template.part))
         found += [(attribute(k, "string_val", v), None) for k, v in texts if v]
         if "pipeline_phase" in self._numbers():
@@ -211,6 +220,7 @@ class _Encoder:
             at(self.groups),  # type: ignore[arg-type]
             at(self.peers),  # type: ignore[arg-type]
             self.widths.ids,
+            np.array(self.tags, np.int64),
         )
 
 

@@ -5,8 +5,9 @@ op are its record's formulas on those local sizes.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any
 
 from stage.errors import LayoutError
 from stage.graph import Graph, Node
@@ -14,10 +15,13 @@ from stage.layout import Layout
 from stage.mesh import Mesh
 from stage.ops import get_op
 from stage.ops.collective import is_collective
+from stage.ops.ring import EXCHANGE
 from stage.passes.backward import Differentiated
 from stage.passes.split import split_backward
 from stage.symbols import dtype_bytes, exact
 from stage.tensor import Dim, Tensor, resolve_dtypes
+from stage.trace.peer import Peer
+from stage.trace.queries import own_chunk
 from stage.trace.streams import SINGLE, chain
 from stage.trace.template import Ref, Template, TemplateNode
 
@@ -26,11 +30,17 @@ __all__ = ["Concrete", "Lowered", "lower"]
 
 @dataclass(frozen=True)
 class Concrete:
-    """What turns symbols into numbers: sizes by name, the mesh, and what the dtypes `compute` and `gradient` are."""
+    """What turns symbols into numbers: sizes by name, the mesh, and what the dtypes `compute` and `gradient` are.
+
+    With `consecutive` queries the numbers are those of the device at a `place`, its coordinates over the atoms that
+    they depend on.
+    """
 
     sizes: Mapping[str, int]
     mesh: Mesh
     dtypes: Mapping[str, str]
+    consecutive: bool = False
+    place: Mapping[str, int] = field(default_factory=dict)
 
     def width(self, dtype: str) -> int:
         """Bytes an element."""
@@ -54,12 +64,19 @@ class _Lowering:
     """One graph on its way to a template."""
 
     def __init__(
-        self, graph: Graph, concrete: Concrete, outside: Callable[[str], tuple[Ref, ...]], gathered: bool
+        self,
+        graph: Graph,
+        concrete: Concrete,
+        outside: Callable[[str], tuple[Ref, ...]],
+        gathered: bool,
+        messages: int = 0,
     ) -> None:
         self.graph, self.concrete, self.outside, self.gathered = graph, concrete, outside, gathered
+        self.messages = messages
         self.local: dict[str, Tensor] = {}
         self.sources: dict[str, tuple[Ref, ...]] = {}
         self.nodes: list[TemplateNode] = []
+        self.nothing: set[str] = set()
 
     def tensor(self, name: str) -> Tensor:
         if name not in self.local:
@@ -76,9 +93,16 @@ class _Lowering:
 
     def run(self) -> list[TemplateNode]:
         for node in self.graph.nodes:
-            deps = tuple(dict.fromkeys(ref for name in node.inputs for ref in self.refs(name)))
-            if not get_op(node.op).kernel:
-                made = deps
+            if self._idle(node):
+                self.nothing.update(node.outputs)
+                continue
+            given = [name for name in node.inputs if name not in self.nothing]
+            deps = tuple(dict.fromkeys(ref for name in given for ref in self.refs(name)))
+            if not get_op(node.op).kernel or len(given) < len(node.inputs):
+                made = deps  # a view; or nothing is added to a sum, or merged with a result
+            elif node.op == EXCHANGE:
+                self.nodes += self._exchange(node, deps)
+                made = (Ref("self", len(self.nodes) - 1),)
             else:
                 made = (Ref("self", len(self.nodes)),)
                 self.nodes.append(
@@ -87,10 +111,17 @@ class _Lowering:
             self.sources.update(dict.fromkeys(node.outputs, made))
         return self.nodes
 
+    def _idle(self, node: Node) -> bool:
+        """Whether an op is a step of a ring in which this device meets no key."""
+        if "block" not in node.attrs:
+            return False
+        tensors = ([self.tensor(name) for name in names] for names in (node.inputs, node.outputs))
+        return not get_op(node.op).flops(self._attributes(node), *tensors)
+
     def _compute(self, node: Node, deps: tuple[Ref, ...]) -> TemplateNode:
         op = get_op(node.op)
         ins, outs = [self.tensor(n) for n in node.inputs], [self.tensor(n) for n in node.outputs]
-        attrs = {k: exact(v, self.concrete.sizes) if k == "window" else v for k, v in node.attrs.items()}
+        attrs = self._attributes(node)
         moved = op.bytes(attrs, ins, outs, self.concrete.width)
         credited = op.model_flops(attrs, ins, outs) if op.model_flops and node.phase != "recompute" else 0
         return TemplateNode(
@@ -106,6 +137,14 @@ class _Lowering:
             matmul=op.is_matmul,
             shapes=_shapes(ins, outs),
         )
+
+    def _attributes(self, node: Node) -> dict[str, Any]:
+        """The attributes of an op as numbers, and where they matter the queries of the device."""
+        concrete = self.concrete
+        attrs = {k: exact(v, concrete.sizes) if k == "window" else v for k, v in node.attrs.items()}
+        if concrete.consecutive:
+            attrs["chunk"] = own_chunk(self.graph, node, concrete.place, concrete.mesh)
+        return attrs
 
     def _collective(self, node: Node, deps: tuple[Ref, ...]) -> TemplateNode:
         tensor = self.tensor(node.inputs[0])
@@ -127,6 +166,26 @@ class _Lowering:
             shapes=_shapes([tensor], []),
         )
 
+    def _exchange(self, node: Node, deps: tuple[Ref, ...]) -> tuple[TemplateNode, TemplateNode]:
+        """A send to the next rank along some axes, and the receive of what the rank before sends."""
+        tensors, axes = [self.tensor(name) for name in node.inputs], node.attrs["axes"]
+        send = TemplateNode(
+            name=f"{node.name}.send",
+            kind="send",
+            op=node.op,
+            bytes=int(sum(t.elements * self.concrete.width(t.dtype) for t in tensors)),
+            axes=axes,
+            peer=Peer(axes, 1),
+            tag_offset=self.messages,
+            deps=deps,
+            dtype=resolve_dtypes(tensors[0].dtype, self.concrete.dtypes),
+            phase=node.phase,
+            shapes=_shapes(tensors, []),
+        )
+        self.messages += 1
+        name, channel = f"{node.name}.recv", f"recv {' '.join(axes)}"
+        return send, replace(send, name=name, kind="recv", peer=Peer(axes, -1), channel=channel, deps=())
+
 
 def _shapes(ins: list[Tensor], outs: list[Tensor]) -> str:
     """Shapes of operands and results, as text: `4096x4096,4096x1024->4096x1024`."""
@@ -138,10 +197,14 @@ def _shapes(ins: list[Tensor], outs: list[Tensor]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """The templates of a block; those of the split backward (`input` and `weight`) only where it was asked for."""
+    """The templates of a block; those of the split backward (`input` and `weight`) only where it was asked for.
+
+    `messages` is how many a device sends in a forward and a backward.
+    """
 
     forward: Template
     backward: Template
+    messages: int
     input: Template | None = None
     weight: Template | None = None
 
@@ -172,19 +235,20 @@ def lower(
             return (Ref("port", "dy"),) if name == block.seeds[0] else ()
         return _handed(ahead, "forward", name)
 
-    behind = _Lowering(block.backward, concrete, outside, gathered)
+    behind = _Lowering(block.backward, concrete, outside, gathered, ahead.messages)
     backward = _backward(block, behind, numbers, streams)
     if not split:
-        return Lowered(first, backward)
+        return Lowered(first, backward, behind.messages)
     parts = split_backward(block)
-    early = _Lowering(parts.input, concrete, outside, gathered)
+    early = _Lowering(parts.input, concrete, outside, gathered, ahead.messages)
     inputs = _backward(block, early, numbers, streams, "input")
 
     def from_both(name: str) -> tuple[Ref, ...]:
         return _handed(early, "input", name) if name in early.sources else outside(name)
 
-    late = _Lowering(parts.weight, concrete, from_both, gathered)
-    return Lowered(first, backward, inputs, _backward(block, late, numbers, streams, "weight"))
+    late = _Lowering(parts.weight, concrete, from_both, gathered, early.messages)
+    weights = _backward(block, late, numbers, streams, "weight")
+    return Lowered(first, backward, behind.messages, inputs, weights)
 
 
 def _backward(

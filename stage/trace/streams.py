@@ -34,7 +34,11 @@ def several_streams(manifest: Mapping[str, Any], classes: Iterable[Mapping[str, 
     """Whether some rank of a set communicates on more than one stream; `classes` are described as in the manifest."""
     streams = manifest.get("streams", SINGLE)
     used = (
-        {stream_of(tuple(one["axes"]), streams) for one in entry["communication"] if one["kind"] != "recv"}
+        {
+            stream_of(("send",) * (one["kind"] == "send") + tuple(one["axes"]), streams)
+            for one in entry["communication"]
+            if one["kind"] != "recv"
+        }
         for entry in classes
     )
     return any(len(found) > 1 for found in used)
@@ -56,5 +60,5 @@ def _on_stream(node: TemplateNode, streams: str) -> TemplateNode:
     """The node with the name of its stream, where there are several for it to be on."""
     if streams == SINGLE or node.is_compute or node.kind == "recv":
         return node
-    apart = ("send", *node.peer.atoms) if node.peer is not None else ()
-    return replace(node, stream=stream_of(node.axes or apart, streams))
+    axes = node.axes if node.peer is None else ("send", *node.peer.atoms)
+    return replace(node, stream=stream_of(axes, streams))

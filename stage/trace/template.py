@@ -36,8 +36,9 @@ class TemplateNode:
 
     `kind` is `compute`, a collective (`all_reduce`, ...), `send` or `recv`. Work: `flops` (2 a multiply-add) and
     `bytes` moved to and from memory for compute; `bytes` of the message for communication, over the mesh's `axes`
-    (one group of ranks) or with the `peer`. `model_flops` is what a FLOP count of the model credits it with. `stream`
-    is the communication stream, where there are several.
+    (one group of ranks) or with the `peer` (along `axes` if it is part of a block). `model_flops` is what a FLOP count
+    of the model credits it with. A message's tag is that of its instance and `tag_offset` more. `stream` is the
+    communication stream, where there are several.
     """
 
     name: str
@@ -48,6 +49,7 @@ class TemplateNode:
     model_flops: int = 0
     axes: tuple[str, ...] = ()
     peer: Peer | None = None
+    tag_offset: int = 0
     channel: str = ""
     stream: str = ""
     deps: tuple[Ref, ...] = ()

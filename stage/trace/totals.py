@@ -3,7 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stage.trace.program import COLUMNS, Program
+from stage.trace.template import Template
 
 __all__ = ["totals"]
 
@@ -38,11 +42,19 @@ def totals(program: Program, group_size: Callable[[tuple[str, ...]], int]) -> di
             {
                 "kind": kind,
                 "axes": list(axes),
-                "group": group_size(axes) if axes else 2,
+                "group": 2 if kind in ("send", "recv") else group_size(axes),
                 "count": n,
                 "bytes": size,
             }
             for (kind, axes), (n, size) in sorted(communication.items())
         ],
-        "largest_tag": max((int(rows[:, TAG].max(initial=0)) for rows in program.instances), default=0),
+        "largest_tag": max(
+            (_largest(*both) for both in zip(program.templates, program.instances, strict=True)), default=0
+        ),
     }
+
+
+def _largest(template: Template, rows: NDArray[np.int64]) -> int:
+    """The largest tag of the messages of a template's instances."""
+    offsets = [node.tag_offset for node in template.nodes if node.peer is not None]
+    return int(rows[:, TAG].max(initial=0)) + max(offsets) if offsets else 0

@@ -29,7 +29,7 @@ from stage.trace.verify_partners import Links
 from stage.trace.verify_patches import ClassPatches, tables_fit
 from stage.trace.verify_rank import RankReader
 from stage.trace.verify_record import TAG, RankRecord
-from stage.trace.verify_symmetry import FormulaMembers, check_formulas, check_stages, warn_alike
+from stage.trace.verify_symmetry import FormulaMembers, check_formulas, check_partition, warn_alike
 
 __all__ = ["verify_classes"]
 
@@ -38,7 +38,7 @@ def verify_classes(classes: RankClasses) -> Report:
     """Return everything that is wrong with the traces of all ranks, each defect with the first rank that has it."""
     findings = Findings()
     unchecked: list[str] = []
-    if not check_stages(classes, findings):
+    if not check_partition(classes, findings):
         unchecked.append("traces: not read, since the ranks of a class do not stand alike on the mesh")
         return findings.report(unchecked, 0, 0)
     numbers = check_formulas(classes, findings)

@@ -8,10 +8,11 @@ from typing import Any
 from stage.errors import TraceError
 from stage.trace.classes import RankClasses
 from stage.trace.image import PEER_WIDTH, attribute
+from stage.trace.partition import STAGES
 from stage.trace.report import Defect, short
 from stage.trace.wire import read_trace
 
-__all__ = ["is_atom", "manifest_defects"]
+__all__ = ["class_axes", "is_atom", "manifest_defects"]
 
 
 def manifest_defects(
@@ -45,12 +46,18 @@ def shape(manifest: Mapping[str, Any], world: int) -> Iterator[tuple[str, str]]:
     """Yield what is malformed of the mesh, of the placement and of the list of classes."""
     mesh = manifest.get("mesh")
     atoms = mesh.get("atoms") if isinstance(mesh, dict) else None
-    stages = None
+    count = None
     if "mesh" in manifest and not (isinstance(atoms, list) and all(map(is_atom, atoms))):
         yield "mesh", f"is {short(mesh)}, without a list of atoms, names and degrees above 1"
     elif atoms is not None:
         degrees = dict(atoms)
-        stages = degrees.get("pp", 1)
+        axes = class_axes(manifest, tuple(degrees))
+        count = None if axes is None else math.prod(degrees[axis] for axis in axes)
+        if axes is None:
+            yield (
+                "class_axes",
+                f"is {short(manifest['class_axes'])}, not a list of atoms of the mesh in its order",
+            )
         if len(degrees) < len(atoms):
             yield "mesh", f"has the atoms {short(atoms)}, one of them twice"
         elif math.prod(degrees.values()) != world:
@@ -63,8 +70,18 @@ def shape(manifest: Mapping[str, Any], world: int) -> Iterator[tuple[str, str]]:
     entries = manifest.get("classes", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         yield "classes", f"is {short(entries)}, not a list of objects"
-    elif "classes" in manifest and stages is not None and len(entries) != stages:
-        yield "classes", f"has {len(entries)} entries, but the mesh has {stages} stages"
+    elif "classes" in manifest and count is not None and len(entries) != count:
+        yield "classes", f"has {len(entries)} entries, but by the mesh there are {count} classes"
+
+
+def class_axes(manifest: Mapping[str, Any], atoms: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The axes of classes that a manifest names among these atoms, stages if it names none; None for others."""
+    stages = tuple(name for name in atoms if name == STAGES)
+    named = manifest.get("class_axes", list(stages))
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        return None
+    axes = tuple(name for name in atoms if name in named or name in stages)
+    return axes if named == list(axes) else None
 
 
 def is_atom(value: object) -> bool:

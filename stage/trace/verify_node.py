@@ -12,7 +12,7 @@ from stage.trace.limits import TAG_LIMIT
 from stage.trace.node import CommType, NodeType, TraceNode
 from stage.trace.report import short
 
-__all__ = ["COLL", "COMP", "MEM", "RECV", "SEND", "Facts", "Problem", "examine"]
+__all__ = ["ATTRIBUTES", "COLL", "COMP", "MEM", "RECV", "SEND", "Facts", "Problem", "examine"]
 
 COMP, MEM, SEND, RECV, COLL = range(5)
 """What a node takes of its rank: the compute slot, the communication slot (MEM, SEND, COLL), none (RECV)."""

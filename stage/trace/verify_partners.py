@@ -64,9 +64,9 @@ class Links:
     def _link(self, number: int, kind: int, peer: Peer) -> tuple[int, int]:
         """Partner and channel of the messages of a class to or from a peer."""
         classes = self.classes
-        own = classes.positions(number)
+        own = classes.partition.positions(number)
         there = peer_positions(classes.mesh, own, peer)
-        others = np.unique(classes.numbers(there)).tolist()
+        others = np.unique(classes.partition.numbers(there)).tolist()
         if len(others) > 1:
             text = f"its ranks' peers {peer} are of classes {others}, not of one"
             self.findings.add(classes.first(number), None, "class-shape", text)
@@ -77,7 +77,7 @@ class Links:
 
     def _channel(self, source: int, target: int, link: Ints) -> int:
         """The number of a link, which has the position of the target for each member of the source class."""
-        if np.array_equal(link, self.classes.positions(target)):
+        if np.array_equal(link, self.classes.partition.positions(target)):
             return 0
         key = source, target, link.tobytes()
         return self.channels.setdefault(key, 1 + len(self.channels))

@@ -6,21 +6,25 @@ of one rank's trace, every other byte is the same on all ranks, and every rank i
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
 from stage.trace.classes import RankClasses
+from stage.trace.decode import read_messages
 from stage.trace.expand import ClassImage
 from stage.trace.image import PEER_WIDTH, Ints
 from stage.trace.peer import Peer
 from stage.trace.report import Findings
-from stage.trace.spans import GROUP_NAME, Span, communication_spans, span_value
-from stage.trace.verify_node import RECV, SEND
+from stage.trace.spans import ENDS, GROUP_NAME, Span, communication_spans, span_value
+from stage.trace.unread import is_unread
+from stage.trace.verify_node import COLL, RECV, SEND
 from stage.trace.verify_record import RankRecord
 
 __all__ = ["ClassPatches", "tables_fit"]
 
 Axes = tuple[str, ...]
+USUAL = {COLL: frozenset({GROUP_NAME}), SEND: frozenset(ENDS), RECV: frozenset(ENDS)}
 OTHER_END = {SEND: b"comm_dst", RECV: b"comm_src"}
 ROOM = range(1, 6)
 """Bytes that the length of a group's name may take."""
@@ -59,6 +63,7 @@ class ClassPatches:
     findings: Findings
     spans: dict[int, Span] = field(default_factory=dict)
     patched: dict[int, Axes | Peer] = field(default_factory=dict)
+    unread: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def image(self) -> ClassImage:
@@ -108,19 +113,33 @@ class ClassPatches:
         for start in rows[:, 0].tolist() if rows.size else ():
             span = self.spans.get(start)
             fits = whole and span is not None and span.stop - start == width
-            if span is None or not fits or (span.name == GROUP_NAME) == isinstance(key, Peer):
+            if whole and span is None and self._lacks(start, start + width):
+                self.unread.append((start, start + width))
+            elif span is None or not fits or (span.name == GROUP_NAME) == isinstance(key, Peer):
                 self._refuse(f"byte {start} is set to the {what}, but it is not where such a field stands")
             elif start in self.patched:
                 self._refuse(f"byte {start} is set twice, the second time to the {what}")
             else:
                 self.patched[start] = key
 
+    def _lacks(self, start: int, stop: int) -> bool:
+        """Whether bytes are an attribute that their node lacks, and may, since it has another name.
+
+        By its old name a reader does not find it, whatever the rank has there.
+        """
+        for node, bounds in enumerate(islice(read_messages(self.data), 1, None)):
+            if bounds[0] <= start and stop <= bounds[1]:
+                found = {span.name for span in self.spans.values() if span.node == node}
+                usual = USUAL.get(self.record.structure.kinds[node], frozenset())
+                return found < usual and is_unread(self.data, bounds, (start, stop))
+        return False
+
     def _refuse(self, text: str) -> None:
         self.findings.add(self.record.rank, None, "patch", text)
 
     def _last(self) -> None:
         """Report where the last rank of the class differs from the first but in its own fields."""
-        position = (self.number + 1) * self.classes.ranks_per_class - 1
+        position = int(self.classes.partition.positions(self.number)[-1])
         rank = self.classes.rank_at(position)
         data = bytes(self.classes.rank(rank))
         same = (
@@ -128,8 +147,8 @@ class ClassPatches:
             if len(data) == len(self.data)
             else np.zeros(1, np.bool_)
         )
-        for start in self.patched:
-            same[start : self.spans[start].stop] = True
+        for start, stop in (*((start, self.spans[start].stop) for start in self.patched), *self.unread):
+            same[start:stop] = True
         if not same.all():
             self.findings.add(
                 rank, None, "patch", "differs from other ranks of its class in more than groups and peers"
@@ -156,15 +175,15 @@ class ClassPatches:
     def _fixed(self, span: Span) -> Iterator[tuple[str, str]]:
         """What is wrong with a field that all ranks of the class have alike."""
         size = self.classes.ranks_per_class
-        own = slice(self.number * size, (self.number + 1) * size)
         if size == 1:
             return
+        own = self.classes.partition.positions(self.number)
         if span.name != GROUP_NAME:
             yield "patch", f"names rank {span.value} as {span.name.decode()} on all {size} ranks of its class"
         elif str(span.value).isdecimal() and span.value != "0" and not self._common(int(span.value), own):
             text = f"is on group {span.value} on all {size} ranks of its class, not all of them its members"
             yield "group-member", text
 
-    def _common(self, group: int, own: slice) -> bool:
+    def _common(self, group: int, own: Ints) -> bool:
         """Whether a group has all ranks of the class."""
         return any(bool(np.all(numbers[own] == group)) for numbers in self.numbers.values())

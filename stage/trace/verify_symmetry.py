@@ -2,7 +2,7 @@
 
 Invariants that are checked:
 
-* the classes are the stages: `pp` is the outermost axis of the mesh and cuts the positions into equal runs;
+* the classes are a partition by coordinates over axes of the mesh, `pp` among them, whose formulas agree;
 * a placement is a permutation of the ranks;
 * over each set of axes every rank is in exactly one group (of the first and last stage: over `pp_ends`), whose number
   is what the formula gives for the rank's position, and no number means two groups;
@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from stage.trace.classes import RankClasses
 from stage.trace.groups import PIPELINE_ENDS, GroupTable
 from stage.trace.image import PEER_WIDTH, Ints
+from stage.trace.partition import STAGES, Partition
 from stage.trace.report import Findings, plural
 from stage.trace.verify_groups import MODULUS
 from stage.trace.verify_node import GROUP_LIMIT
 
-__all__ = ["FormulaMembers", "check_formulas", "check_stages", "warn_alike"]
+__all__ = ["FormulaMembers", "check_formulas", "check_partition", "warn_alike"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +47,14 @@ class FormulaMembers(Mapping[int, Mapping[int, None]]):
         return self.groups.count
 
 
-def check_stages(classes: RankClasses, findings: Findings) -> bool:
-    """Check that classes are stages and that every rank has one place; without that there is no symmetry to use."""
-    world, count = classes.mesh.world, classes.count
-    pipeline = [(at, degree) for at, (name, degree) in enumerate(classes.mesh.atoms) if name == "pp"]
-    if pipeline != ([(0, count)] if count > 1 else []):
+def check_partition(classes: RankClasses, findings: Findings) -> bool:
+    """Check that every rank is of one class and has one place; without that there is no symmetry to use."""
+    world, parts = classes.mesh.world, classes.partition
+    if not parts.sound or not partitions(parts):
         text = (
-            f"there are {plural(count, 'class')}, but the mesh has not that many stages as its outermost axis"
+            f"classes by coordinates over {' '.join(parts.axes)} are no partition of the mesh by its stages"
         )
-        findings.add(None, None, "class-shape", text)
+        findings.add(None, None, "class-shape", f"{text} and other axes")
     placement = classes.placement
     if placement is not None and not np.array_equal(np.sort(placement), np.arange(world)):
         findings.add(
@@ -64,6 +64,17 @@ def check_stages(classes: RankClasses, findings: Findings) -> bool:
         text = f"ranks up to {world - 1} do not fit the {PEER_WIDTH} bytes that peers have: write fewer"
         findings.add(None, None, "peer-range", text)
     return not findings.defects
+
+
+def partitions(parts: Partition) -> bool:
+    """Whether the formulas of the class of a position, of its positions and of the first of them agree."""
+    found = np.full(parts.mesh.world, -1, np.int64)
+    for number in range(parts.count):
+        own = parts.positions(number)
+        if len(own) != parts.ranks_per_class or own[0] != parts.first(number):
+            return False
+        found[own] = number
+    return bool(np.array_equal(found, parts.numbers(np.arange(parts.mesh.world))))
 
 
 def check_formulas(classes: RankClasses, findings: Findings) -> dict[tuple[str, ...], Ints]:
@@ -98,26 +109,31 @@ def positions(classes: RankClasses, rows: Ints) -> Ints:
 
 def members_of(classes: RankClasses, axes: tuple[str, ...]) -> NDArray[np.bool_]:
     """Which positions have a group over `axes`: all, but of the ends of pipelines only the first and last stage."""
-    stage = np.arange(classes.mesh.world) // classes.ranks_per_class
-    return (stage == 0) | (stage == classes.count - 1) if axes == PIPELINE_ENDS else stage >= 0
+    mesh = classes.mesh
+    stages = mesh.degree(STAGES) if axes == PIPELINE_ENDS else 1
+    stage = np.arange(mesh.world) // (mesh.world // stages)
+    ends: NDArray[np.bool_] = (stage == 0) | (stage == stages - 1)
+    return ends
 
 
 def problems(
     classes: RankClasses, axes: tuple[str, ...], rows: Ints, numbers: Ints
 ) -> Iterator[tuple[str, str]]:
     """Yield why the groups over `axes` are no partition that treats the ranks of a class alike."""
-    world, size = classes.mesh.world, classes.ranks_per_class
+    world, parts = classes.mesh.world, classes.partition
     if rows.shape[1] < 2:
         yield "group-table", "they have one member: list only groups of two ranks and more"
     expected = members_of(classes, axes).astype(np.int64)
     if rows.min() < 0 or not np.array_equal(np.bincount(rows.ravel(), minlength=world), expected):
         yield "group-table", "they do not have each rank in exactly one group"
         return
-    stages = presence(rows // size, classes.count)
-    kinds = np.unique(stages, axis=0)
-    firsts = presence(np.where(rows % size == 0, rows // size, -1), classes.count)
-    if kinds.sum(axis=0).max() > 1 or np.any(firsts[firsts.any(axis=1)] != stages[firsts.any(axis=1)]):
-        yield "group-table", "they do not treat the ranks of a stage alike"
+    numbers_of = parts.numbers(rows)
+    present = presence(numbers_of, parts.count)
+    kinds = np.unique(present, axis=0)
+    first = np.array([parts.first(number) for number in range(parts.count)])
+    firsts = presence(np.where(rows == first[numbers_of], numbers_of, -1), parts.count)
+    if kinds.sum(axis=0).max() > 1 or np.any(firsts[firsts.any(axis=1)] != present[firsts.any(axis=1)]):
+        yield "group-table", "they do not treat the ranks of a class alike"
     wrong = np.argwhere(numbers[rows] != classes.groups.first[axes] + np.arange(len(rows))[:, None])
     if len(wrong):
         at = rows[wrong[0][0], wrong[0][1]]
@@ -125,10 +141,10 @@ def problems(
         yield "group-member", f"{text} ({plural(len(wrong), 'rank')} like this)"
 
 
-def presence(stages: Ints, count: int) -> NDArray[np.bool_]:
-    """Which stages stand in each row; those below 0 count nothing."""
-    found = np.zeros((len(stages), count + 1), np.bool_)
-    found[np.arange(len(stages))[:, None], stages] = True
+def presence(numbers: Ints, count: int) -> NDArray[np.bool_]:
+    """Which classes stand in each row; those below 0 count nothing."""
+    found = np.zeros((len(numbers), count + 1), np.bool_)
+    found[np.arange(len(numbers))[:, None], numbers] = True
     return found[:, :count]
 
 
