@@ -66,6 +66,16 @@ class Model:
         """Embedding, layers, head."""
         return (self.embedding, *self.layers, self.head)
 
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that have experts, and -1 at the end for a head that has some, to look ahead."""
+        sparse = {
+            block: any("experts" in tensor.dim_names for tensor in self.graph(block).tensors.values())
+            for block in dict.fromkeys(self.blocks)
+        }
+        layers = tuple(number for number, block in enumerate(self.layers) if sparse[block])
+        return (*layers, -1) if sparse[self.head] else layers
+
     def with_options(self, options: Options) -> "Model":
         """The same model under other options."""
         return replace(self, options=options)

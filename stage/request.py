@@ -9,7 +9,9 @@ from pathlib import Path
 
 from stage.catalog import default_strategy, load_strategy
 from stage.errors import MeshError, StageError, StrategyError
+from stage.expert_load import ExpertLoad
 from stage.graph import Options
+from stage.io.expert_load import resolve_expert_load
 from stage.mesh import Mesh, build_mesh
 from stage.model import Model, SizeValue
 from stage.passes.shard import Table
@@ -48,6 +50,7 @@ class Request:
     steps: int
     stage_layers: tuple[int, ...] | None
     placement: tuple[int, ...] | None
+    expert_load: ExpertLoad | None = None
 
     @property
     def table(self) -> Table:
@@ -226,6 +229,7 @@ def resolve_request(
         steps=steps,
         stage_layers=None if stage_layers is None else tuple(stage_layers),
         placement=_placement(placement, mesh.world),
+        expert_load=resolve_expert_load(built, chosen),
     )
 
 

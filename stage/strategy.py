@@ -18,6 +18,7 @@ from typing import Any
 
 from stage.context import Context, parse_context
 from stage.errors import StrategyError
+from stage.load_option import BALANCED, check_expert_load
 
 __all__ = ["AXES", "DIMS", "MESH", "RECOMPUTE", "SCHEDULES", "Strategy", "parse_strategy"]
 
@@ -37,6 +38,8 @@ DIMS = (
 )
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 RECOMPUTE = ("none", "full", "selective")
+ALLTOALL = ("collective", "p2p")
+LARGEST_FACTOR = 1_000_000
 CONTEXT_BALANCES = ("zigzag", "none")
 STREAMS = ("single", "per-axis")
 ARCHITECTURES = ("dense", "moe")
@@ -72,13 +75,16 @@ class Strategy:
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
     context: str = "all_gather"  # how attention meets keys of other cp ranks; `stage.context` has the forms
-    context_balance: str = (
-        "zigzag"  # parts of a sequence under a causal mask: of equal work, or "none", consecutive
-    )
+    context_balance: str = "zigzag"  # parts of a sequence that have equal causal work, or "none": consecutive
     tp_overlap_chunks: int = 1  # of a collective next to a matrix multiplication, and of that
     moe_shared_expert_overlap: bool = False  # shared experts run while tokens are dispatched to the others
     streams: str = "single"  # of communication: one, or one for each set of axes
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
+    expert_load: str = BALANCED  # tokens of the experts: balanced, zipf:EXPONENT, or a file of histograms
+    seed: int | None = None  # which experts a drawn load makes popular; None is 0
+    capacity_factor: float | None = None  # an expert drops what exceeds so many times its balanced share
+    pad_to_capacity: bool = False  # every expert computes its capacity, whatever it got
+    alltoall: str = "collective"  # or "p2p": its pairwise sends and receives
     default_for: tuple[str, ...] = ()  # architectures that take this strategy when none is named
 
     def __post_init__(self) -> None:
@@ -168,6 +174,12 @@ def _integer(low: int, high: int | None = None) -> Callable[[object, str], int]:
     return check
 
 
+def _factor(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_FACTOR:
+        raise StrategyError(f"{where} is {value!r}; a number above 0 and up to {LARGEST_FACTOR} is expected")
+    return float(value)
+
+
 def _reshard(value: object, where: str) -> bool | int:
     return (
         value
@@ -248,5 +260,10 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "moe_shared_expert_overlap": _flag,
     "streams": _choice(STREAMS),
     "fuse": _flag,
+    "expert_load": check_expert_load,
+    "seed": _integer(0, (1 << 63) - 1),
+    "capacity_factor": _factor,
+    "pad_to_capacity": _flag,
+    "alltoall": _choice(ALLTOALL),
     "default_for": _names(ARCHITECTURES, "architecture"),
 }

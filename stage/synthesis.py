@@ -4,14 +4,14 @@ model -> graph of each kind of block -> sharded -> differentiated -> recomputati
 -> stages -> programs -> trace set
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import stage
+from stage.describe import describe
 from stage.errors import StrategyError
 from stage.model import Block, Model
 from stage.passes.backward import Differentiated, differentiate
@@ -30,13 +30,15 @@ from stage.symbols import dtype_bytes, size
 from stage.tensor import Dim, Tensor
 from stage.trace.buckets import Bucket, plan_buckets
 from stage.trace.capacity import check_capacity, check_tags
+from stage.trace.concrete import Concrete
 from stage.trace.image import NameStyle
 from stage.trace.kind import BlockKind
-from stage.trace.lower import Concrete
 from stage.trace.parameters import Parameter, Sharding
 from stage.trace.partition import STAGES, Partition
 from stage.trace.plan import StagePlan, StepPlan, UnitPlan
 from stage.trace.program import Program
+from stage.trace.queries import query_atoms
+from stage.trace.routing import Routing, make_routing
 from stage.trace.stage_program import stage_program
 from stage.traceset import Job, TraceSet
 
@@ -105,13 +107,14 @@ def job(request: Request) -> Job:
         mesh,
         {"compute": request.dtype, "gradient": request.grad_dtype},
         consecutive=request.strategy.context_balance == "none",
+        pairwise=request.strategy.alltoall == "p2p",
     )
     kinds = {block: _kind(request, block, concrete) for block in dict.fromkeys(model.blocks)}
     check_overlap(request.strategy, [kind.both for kind in kinds.values()])
     step = _step_plan(request, kinds, widths, concrete)
     stages = cut(model, request.pipeline, request.stage_layers)
     classes = Partition.of(mesh, [atom for kind in kinds.values() for atom in kind.variants])
-    _check_balance(request, classes)
+    _check_balance(request, kinds.values())
     places = [classes.coordinates(number) for number in range(classes.count)]
     check_tags(
         micro_batches=request.micro_batches,
@@ -131,20 +134,35 @@ def job(request: Request) -> Job:
 
 
 def _kind(request: Request, block: Block, concrete: Concrete) -> BlockKind:
+    both, strategy = sharded_block(request, block), request.strategy
     own = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
+    routings: tuple[Routing, ...] = ()
+    if request.expert_load is not None and any("experts" in p.dim_names for p in both.forward.parameters):
+        graphs, factor, padded = (
+            (both.forward, both.backward),
+            strategy.capacity_factor,
+            strategy.pad_to_capacity,
+        )
+        routings = tuple(
+            make_routing(row, graphs, concrete.sizes, request.mesh, factor, padded=padded)
+            for row in request.expert_load.rows
+        )
     return BlockKind(
-        sharded_block(request, block),
+        both,
         concrete,
         numbers=(*own, *request.pipeline.marks),
         gathered=_gathered(request),
-        split=get_schedule(request.strategy.schedule).splits,
-        streams=request.strategy.streams,
+        split=get_schedule(strategy.schedule).splits,
+        streams=strategy.streams,
+        routings=routings,
     )
 
 
-def _check_balance(request: Request, classes: Partition) -> None:
+def _check_balance(request: Request, kinds: Iterable[BlockKind]) -> None:
     """A `StrategyError` where work is to be left unbalanced that is not uneven."""
-    if request.strategy.context_balance != "none" or set(classes.axes) - {STAGES}:
+    if request.strategy.context_balance != "none":
+        return
+    if any(query_atoms((kind.both.forward, kind.both.backward)) for kind in kinds):
         return
     why = (
         "attention has no causal mask"
@@ -242,49 +260,15 @@ def _unit_plans(
 ) -> list[UnitPlan]:
     """The blocks of a rank; a parameter that two of them share belongs to the first."""
     seen: set[str] = set()
+    many = request.expert_load is not None and len(request.expert_load.rows) > 1
+    sparse = request.model.moe_layers if many else ()
     plans = []
     for unit in units:
         kind = kinds[unit.block]
         own = tuple(p for p in kind.parameters if unit.layer >= 0 or p.name not in seen)
         seen.update(p.name for p in own if unit.layer < 0)
         head = unit.block == request.model.head
-        templates = kind.templates(place)
+        row = sparse.index(unit.layer) if many and kind.routings else 0
+        templates = kind.templates(place, row)
         plans.append(UnitPlan(unit.block.kind, unit.layer, templates, own, kind.parameters, head))
     return plans
-
-
-def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
-    """The inputs and what they resolved to, for the manifest."""
-    strategy = request.strategy
-    return {
-        "stage": stage.__version__,
-        "model": request.model.name,
-        "origin": Path(request.origin).name,
-        "strategy": strategy.name,
-        "sizes": dict(sorted({**request.model.sizes, **request.sizes}.items())),
-        "mesh": {**request.degrees, "atoms": [list(atom) for atom in request.mesh.atoms]},
-        "batch": request.batch,
-        "micro_batch": request.micro_batch,
-        "micro_batches": request.micro_batches,
-        "seq": request.seq,
-        "steps": request.steps,
-        "schedule": strategy.schedule,
-        "vpp": request.pipeline.chunks,
-        "recompute": strategy.recompute,
-        "zero": strategy.zero,
-        "bucket_size": strategy.bucket_size,
-        "tp_overlap_chunks": strategy.tp_overlap_chunks,
-        "moe_shared_expert_overlap": strategy.moe_shared_expert_overlap,
-        "streams": strategy.streams,
-        "grad_reduce": request.grad_reduce,
-        "dtype": request.dtype,
-        "grad_dtype": request.grad_dtype,
-        "clip": request.clip,
-        "attention": request.model.options.attention,
-        "mask": request.model.options.mask,
-        "dropout": request.model.options.dropout,
-        "stage_layers": [sum(unit.layer >= 0 for unit in units) for units in stages],
-        "placement": None if request.placement is None else list(request.placement),
-        **({} if strategy.context == "all_gather" else {"context": strategy.context}),
-        **({} if strategy.context_balance == "zigzag" else {"context_balance": strategy.context_balance}),
-    }

@@ -62,7 +62,8 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "--grad-reduce microbatch --dtype fp16 --grad-dtype bf16 --no-clip --vocab-multiple 64 --dropout --steps 2 "
         "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 --context ring "
         "--overlap-chunks 4 --moe-shared-expert-overlap --streams per-axis "
-        f"--out {tmp_path / 't'} --force --json --placement {placement} --resume --jobs 3 --dask tcp://host:8786"
+        f"--out {tmp_path / 't'} --force --json --placement {placement} --resume --jobs 3 --dask tcp://host:8786 "
+        "--expert-load zipf:1.1 --seed 3 --capacity-factor 1.25 --pad-to-capacity --alltoall p2p"
     )
     assert main(line.split()) == 0
     (model, options), (where, writing) = recorder.calls
@@ -85,6 +86,11 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "schedule": "gpipe",
         "zero": 1,
         "recompute": "full",
+        "expert_load": "zipf:1.1",
+        "seed": 3,
+        "capacity_factor": 1.25,
+        "pad_to_capacity": True,
+        "alltoall": "p2p",
         "context_balance": "none",
         "stage_layers": [3, 2, 2],
         "grad_reduce": "microbatch",

@@ -17,7 +17,7 @@ from stage.passes.backward import differentiate
 from stage.request import Request
 from stage.symbols import evaluate
 from stage.synthesis import job, sharded_block, symbol_values
-from stage.trace.lower import Concrete
+from stage.trace.concrete import Concrete
 from stage.trace.parameters import unit_parameters
 from stage.traceset import TraceSet
 from tests.small import MODELS, fits, name_of, request

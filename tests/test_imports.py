@@ -15,6 +15,7 @@ STRATEGIES = sorted((ROOT / "parallelism").glob("*.toml"))
 LEVELS = (
     ("errors",),
     ("symbols",),
+    ("expert_load", "load_option"),
     ("mesh",),
     ("layout",),
     ("step",),
@@ -38,6 +39,7 @@ LEVELS = (
     ("catalog", "io"),
     ("sizes",),
     ("request",),
+    ("describe",),
     ("traceset",),
     ("verification",),
     ("synthesis",),

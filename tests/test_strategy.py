@@ -50,7 +50,8 @@ def test_what_is_omitted_has_its_default() -> None:
             "shedule = '1f1b'" + SHARD,
             "mine.toml: unknown key 'shedule' (did you mean 'schedule'?); known keys: title, source, mesh, shard, "
             "schedule, vpp, recompute, zero, regather, overlap_grad, bucket_size, dp_shard, reshard_after_forward, context, context_balance, bucket_first_stage, "
-            "tp_overlap_chunks, moe_shared_expert_overlap, streams, fuse, default_for",
+            "tp_overlap_chunks, moe_shared_expert_overlap, streams, fuse, "
+            "expert_load, seed, capacity_factor, pad_to_capacity, alltoall, default_for",
         ),
         ("zero = 1", "mine.toml: table [shard] is missing; it says which axes shard each dim"),
         (

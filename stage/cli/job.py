@@ -148,6 +148,43 @@ Streams = Annotated[
         rich_help_panel=STEP,
     ),
 ]
+ExpertLoad = Annotated[
+    str | None,
+    typer.Option(
+        "--expert-load",
+        metavar="FILE|zipf:1.1",
+        help="Tokens of the experts: a .csv or .json histogram, or drawn; else balanced.",
+        rich_help_panel=STEP,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed", min=0, metavar="N", help="Which experts a drawn load makes popular.", rich_help_panel=STEP
+    ),
+]
+CapacityFactor = Annotated[
+    float | None,
+    typer.Option(
+        "--capacity-factor",
+        metavar="F",
+        help="Drop an expert's tokens above F times its balanced share.",
+        rich_help_panel=STEP,
+    ),
+]
+PadToCapacity = Annotated[
+    bool | None,
+    typer.Option("--pad-to-capacity", help="Every expert computes its whole capacity.", rich_help_panel=STEP),
+]
+AllToAll = Annotated[
+    str | None,
+    typer.Option(
+        "--alltoall",
+        metavar="collective|p2p",
+        help="An all-to-all as one node, or as its pairwise sends and receives.",
+        rich_help_panel=STEP,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +214,11 @@ class JobOptions:
     context: Context = None
     recompute: Recompute = None
     context_balance: ContextBalance = None
+    expert_load: ExpertLoad = None
+    seed: Seed = None
+    capacity_factor: CapacityFactor = None
+    pad_to_capacity: PadToCapacity = None
+    alltoall: AllToAll = None
     stage_layers: StageLayers = None
     grad_reduce: GradReduce = "step"
     bucket_size: BucketSize = None

@@ -15,7 +15,7 @@ from stage.summary.symbolic import Local, tidy
 from stage.symbols import dtype_bytes
 from stage.synthesis import symbol_values
 from stage.tensor import Size
-from stage.trace.lower import Concrete
+from stage.trace.concrete import Concrete
 from stage.trace.parameters import Parameter, Sharding, unit_parameters
 
 __all__ = ["data_parallel", "stored_parameters"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stage.io.chakra import open_directory
-from stage.trace.node import CommType, NodeType, TraceNode
+from stage.trace.node import CommType, NodeType, TraceNode, Value
 
 __all__ = ["Source", "trace_summary"]
 
@@ -167,6 +167,7 @@ def rank_summary(source: Source, rank: int) -> dict[str, Any]:
         "phases": dict(Counter(str(node.get("phase", "-")) for node in nodes)),
         "ops": _most_work(nodes, lambda node: str(node.get("op", "-"))),
         "communication": _communication(totals),
+        **_uneven(nodes),
         "largest": _most_work(nodes, lambda node: NUMBERS.sub("", node.name), "name")[:TOP],
         "first": [_line(node) for node in nodes[:FIRST]],
     }
@@ -188,6 +189,19 @@ def _most_work(
         {title: name, "count": count, "num_ops": work, "memory_bytes": moved}
         for name, (count, work, moved) in ranked
     ]
+
+
+def _uneven(nodes: Iterable[TraceNode]) -> dict[str, list[dict[str, Any]]]:
+    """Of a rank with uneven all-to-alls what it sends to and receives from each member of their groups."""
+    found: Counter[tuple[str, Value, Value]] = Counter()
+    for node in nodes:
+        if "in_splits" in node.attrs and "out_splits" in node.attrs:
+            found[NUMBERS.sub("", node.name), node.get("in_splits"), node.get("out_splits")] += 1
+    rows = [
+        {"name": name, "count": count, "in_splits": sent, "out_splits": received}
+        for (name, sent, received), count in found.items()
+    ]
+    return {"splits": rows} if rows else {}
 
 
 def _line(node: TraceNode) -> dict[str, Any]:

@@ -184,6 +184,8 @@ class _Encoder:
             name = attribute("pg_name", "string_val", "0" * max(1, width - 5), width=width)
             found.append((name, ("group", node.axes, width)))
             found.append((attribute("axes", "string_val", " ".join(node.axes)), None))
+            splits = {"in_splits": node.in_splits, "out_splits": node.out_splits}
+            found += [(attribute(key, "int64_list", sizes), None) for key, sizes in splits.items() if sizes]
         else:
             found.append((attribute("comm_size", "int64_val", node.bytes), None))
             assert node.peer is not None, f"{node.name} goes nowhere"

@@ -4,60 +4,29 @@ Each device's sizes are the global ones divided by the degrees of the axes that 
 op are its record's formulas on those local sizes.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stage.errors import LayoutError
 from stage.graph import Graph, Node
-from stage.layout import Layout
-from stage.mesh import Mesh
 from stage.ops import get_op
 from stage.ops.collective import is_collective
 from stage.ops.ring import EXCHANGE
 from stage.passes.backward import Differentiated
 from stage.passes.split import split_backward
-from stage.symbols import dtype_bytes, exact
-from stage.tensor import Dim, Tensor, resolve_dtypes
+from stage.symbols import exact
+from stage.tensor import Tensor, resolve_dtypes
+from stage.trace.concrete import Concrete
+from stage.trace.exchange import EXCHANGES, Moved
+from stage.trace.pairwise import pairwise_nodes, results_of
 from stage.trace.peer import Peer
 from stage.trace.queries import own_chunk
+from stage.trace.routing import holds_tokens
 from stage.trace.streams import SINGLE, chain
 from stage.trace.template import Ref, Template, TemplateNode
 
 __all__ = ["Concrete", "Lowered", "lower"]
-
-
-@dataclass(frozen=True)
-class Concrete:
-    """What turns symbols into numbers: sizes by name, the mesh, and what the dtypes `compute` and `gradient` are.
-
-    With `consecutive` queries the numbers are those of the device at a `place`, its coordinates over the atoms that
-    they depend on.
-    """
-
-    sizes: Mapping[str, int]
-    mesh: Mesh
-    dtypes: Mapping[str, str]
-    consecutive: bool = False
-    place: Mapping[str, int] = field(default_factory=dict)
-
-    def width(self, dtype: str) -> int:
-        """Bytes an element."""
-        return dtype_bytes(resolve_dtypes(dtype, self.dtypes))
-
-    def local(self, tensor: Tensor, layout: Layout) -> Tensor:
-        """The tensor with the sizes that one device holds of it."""
-        dims = []
-        for dim, axes in zip(tensor.dims, layout.dims, strict=True):
-            whole = exact(dim.size, self.sizes)
-            dims.append(Dim(dim.name, _integer(Fraction(whole, self.mesh.degree(axes)) if axes else whole)))
-        return replace(tensor, dims=tuple(dims))
-
-
-def _integer(value: int | Fraction) -> int | Fraction:
-    """The value as an int where it is one; slots of an expert may be a fraction, whose products are whole again."""
-    return value.numerator if isinstance(value, Fraction) and value.denominator == 1 else value
 
 
 class _Lowering:
@@ -98,18 +67,22 @@ class _Lowering:
                 continue
             given = [name for name in node.inputs if name not in self.nothing]
             deps = tuple(dict.fromkeys(ref for name in given for ref in self.refs(name)))
-            if not get_op(node.op).kernel or len(given) < len(node.inputs):
-                made = deps  # a view; or nothing is added to a sum, or merged with a result
-            elif node.op == EXCHANGE:
-                self.nodes += self._exchange(node, deps)
-                made = (Ref("self", len(self.nodes) - 1),)
-            else:
-                made = (Ref("self", len(self.nodes)),)
-                self.nodes.append(
-                    self._collective(node, deps) if is_collective(node.op) else self._compute(node, deps)
-                )
-            self.sources.update(dict.fromkeys(node.outputs, made))
+            # nothing is added to a sum, or merged with a result: that is no work
+            made = self._lowered(node, deps) if len(given) == len(node.inputs) else []
+            kept = () if made and node.op == EXCHANGE else deps
+            self.sources.update(dict.fromkeys(node.outputs, results_of(made, len(self.nodes), kept)))
+            self.nodes += made
         return self.nodes
+
+    def _lowered(self, node: Node, deps: tuple[Ref, ...]) -> list[TemplateNode]:
+        """The nodes of an op: none for a change of view, and where the experts of this device have no tokens."""
+        if is_collective(node.op):
+            return self._collective(node, deps)
+        if node.op == EXCHANGE:
+            return self._exchange(node, deps)
+        tensors = [self.tensor(name) for name in (*node.inputs, *node.outputs)]
+        runs = get_op(node.op).kernel and all(tensor.elements for tensor in tensors)
+        return [self._compute(node, deps)] if runs else []
 
     def _idle(self, node: Node) -> bool:
         """Whether an op is a step of a ring in which this device meets no key."""
@@ -123,7 +96,9 @@ class _Lowering:
         ins, outs = [self.tensor(n) for n in node.inputs], [self.tensor(n) for n in node.outputs]
         attrs = self._attributes(node)
         moved = op.bytes(attrs, ins, outs, self.concrete.width)
-        credited = op.model_flops(attrs, ins, outs) if op.model_flops and node.phase != "recompute" else 0
+        credited = 0
+        if op.model_flops and node.phase != "recompute":
+            credited = op.model_flops(attrs, *map(self._filled, (node.inputs, node.outputs)))
         return TemplateNode(
             name=node.name,
             kind="compute",
@@ -146,27 +121,58 @@ class _Lowering:
             attrs["chunk"] = own_chunk(self.graph, node, concrete.place, concrete.mesh)
         return attrs
 
-    def _collective(self, node: Node, deps: tuple[Ref, ...]) -> TemplateNode:
-        tensor = self.tensor(node.inputs[0])
-        size = tensor.elements * self.concrete.width(tensor.dtype)
+    def _filled(self, names: Iterable[str]) -> list[Tensor]:
+        """Tensors without the slots that hold no token, by which a model is not credited."""
+        routing = self.concrete.routing
+        if routing is None or not routing.padded:
+            return [self.tensor(name) for name in names]
+        graph = self.graph
+        return [self.concrete.local(graph.tensors[x], graph.layouts[x], filled=True) for x in names]
+
+    def _collective(self, node: Node, deps: tuple[Ref, ...]) -> list[TemplateNode]:
+        """The node of a collective, as large as on the member that holds most; pairwise the messages of it."""
+        tensor, place = self.tensor(node.inputs[0]), self.concrete.place
+        width, size = self.concrete.width(tensor.dtype), tensor.elements
+        moved = self._moved(node)
+        if moved is not None and moved.routing is not None:
+            size = moved.largest(place, exchange=node.op in EXCHANGES)
         if size != int(size):
             raise LayoutError(
                 f"{tensor.name} has {tensor.elements} elements on a device: its tokens do not divide by the ranks that "
                 "share them; choose a batch or seq that does"
             )
-        return TemplateNode(
+        found = TemplateNode(
             name=node.name,
             kind=node.op,
             op=node.op,
-            bytes=int(size),
+            bytes=int(size) * width,
             axes=node.attrs["step"].axes,
             deps=deps,
             dtype=resolve_dtypes(tensor.dtype, self.concrete.dtypes),
             phase=node.phase,
             shapes=_shapes([tensor], []),
         )
+        if moved is None or node.op not in EXCHANGES:
+            return [found] if size else []
+        exchange = moved.exchange(place).scaled(width)
+        if self.concrete.pairwise:
+            self.messages += 1
+            return pairwise_nodes(replace(found, tag_offset=self.messages - 1), exchange)
+        return [replace(found, in_splits=exchange.sent, out_splits=exchange.received)]
 
-    def _exchange(self, node: Node, deps: tuple[Ref, ...]) -> tuple[TemplateNode, TemplateNode]:
+    def _moved(self, node: Node) -> Moved | None:
+        """How a collective moves its tensor; None where all members hold and send alike, and a collective says so."""
+        name, graph, routing = node.inputs[0], self.graph, self.concrete.routing
+        tensor, axes = graph.tensors[name], node.attrs["step"].axes
+        if not holds_tokens(tensor):
+            routing = None
+        if routing is None and not (self.concrete.pairwise and node.op in EXCHANGES):
+            return None
+        before, after = graph.layouts[name], graph.layouts[node.outputs[0]]
+        whole, ordered = self.concrete.whole(tensor), node.op == "permute"
+        return Moved(whole, axes, before, after, self.concrete.mesh, routing, ordered)
+
+    def _exchange(self, node: Node, deps: tuple[Ref, ...]) -> list[TemplateNode]:
         """A send to the next rank along some axes, and the receive of what the rank before sends."""
         tensors, axes = [self.tensor(name) for name in node.inputs], node.attrs["axes"]
         send = TemplateNode(
@@ -184,7 +190,7 @@ class _Lowering:
         )
         self.messages += 1
         name, channel = f"{node.name}.recv", f"recv {' '.join(axes)}"
-        return send, replace(send, name=name, kind="recv", peer=Peer(axes, -1), channel=channel, deps=())
+        return [send, replace(send, name=name, kind="recv", peer=Peer(axes, -1), channel=channel, deps=())]
 
 
 def _shapes(ins: list[Tensor], outs: list[Tensor]) -> str:

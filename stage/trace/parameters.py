@@ -12,7 +12,7 @@ from math import prod
 
 from stage.graph import Graph
 from stage.mesh import Mesh
-from stage.trace.lower import Concrete
+from stage.trace.concrete import Concrete
 
 __all__ = ["Parameter", "Sharding", "unit_parameters"]
 

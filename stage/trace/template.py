@@ -37,8 +37,9 @@ class TemplateNode:
     `kind` is `compute`, a collective (`all_reduce`, ...), `send` or `recv`. Work: `flops` (2 a multiply-add) and
     `bytes` moved to and from memory for compute; `bytes` of the message for communication, over the mesh's `axes`
     (one group of ranks) or with the `peer` (along `axes` if it is part of a block). `model_flops` is what a FLOP count
-    of the model credits it with. A message's tag is that of its instance and `tag_offset` more. `stream` is the
-    communication stream, where there are several.
+    of the model credits it with. A message's tag is that of its instance and `tag_offset` more.
+    `in_splits` and `out_splits` are the bytes that an uneven all-to-all sends to and receives from each member of its
+    group, in group order. `stream` is the communication stream, where there are several.
     """
 
     name: str
@@ -57,6 +58,8 @@ class TemplateNode:
     phase: str = "forward"
     matmul: bool = False
     shapes: str = ""
+    in_splits: tuple[int, ...] = ()
+    out_splits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for what, value in (("num_ops", self.flops), ("bytes", self.bytes)):

@@ -17,6 +17,7 @@ from stage.trace.verify_messages import check_messages
 from stage.trace.verify_rank import RankReader
 from stage.trace.verify_record import RankRecord
 from stage.trace.verify_run import run_together
+from stage.trace.verify_splits import check_splits, members_by_rank
 from stage.trace.verify_streams import check_one_slot, plan_ranks, warn_unchained
 
 __all__ = ["Defect", "Report", "TraceSource", "compare_ranks", "verify"]
@@ -66,6 +67,7 @@ def verify(
             "process groups are not given: members of a group are taken to be the ranks that use it"
         )
     compare_ranks(records, known, findings, unchecked)
+    check_splits(members_by_rank(records, known), list(reader.splits), findings)
     for rule, text in (*exceeded(source.world, max(known.members, default=0), 0), *needed(source.world)):
         findings.warn(None, None, rule, text)
     return findings.report(

@@ -29,6 +29,7 @@ from stage.trace.verify_partners import Links
 from stage.trace.verify_patches import ClassPatches, tables_fit
 from stage.trace.verify_rank import RankReader
 from stage.trace.verify_record import TAG, RankRecord
+from stage.trace.verify_splits import check_splits, members_by_class
 from stage.trace.verify_symmetry import FormulaMembers, check_formulas, check_partition, warn_alike
 
 __all__ = ["verify_classes"]
@@ -63,6 +64,7 @@ def verify_classes(classes: RankClasses) -> Report:
         patches.check()
         records[rank] = links.between_classes(number, records[rank], patches.peers())
     compare_ranks(records, known, findings, unchecked)
+    check_splits(members_by_class(records, classes, numbers), list(reader.splits), findings)
     tags = [int(record.columns[TAG].max(initial=0)) for record in records.values()]
     limits = exceeded(world, classes.groups.count, max(tags, default=0))
     for rule, text in (*limits, *needed(world)):

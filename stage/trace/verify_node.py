@@ -35,6 +35,8 @@ COLLECTIVE: Final = {
     "comm_size": ("int64_val", REQUIRED),
     "pg_name": ("string_val", OPTIONAL),
     "comm_priority": ("int32_val", OPTIONAL),
+    "in_splits": ("int64_list", OPTIONAL),
+    "out_splits": ("int64_list", OPTIONAL),
 }
 MESSAGE: Final = {"comm_size": ("int64_val", REQUIRED), "comm_tag": ("int32_val", REQUIRED)}
 END: Final = {True: ("int32_val", REQUIRED), False: ("int32_val", OPTIONAL)}
@@ -72,13 +74,20 @@ POSITIVE: Final = {
 SIMULATED: Final = (CommType.ALL_REDUCE, CommType.ALL_GATHER, CommType.ALL_TO_ALL, CommType.REDUCE_SCATTER)
 
 
+class Splits(NamedTuple):
+    """Bytes that a rank sends to and receives from each member of a group, in its order."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
 class Facts(NamedTuple):
     """What the checks beyond one node need to know of it.
 
     `deps` are its parents without itself and without repeats, `ctrl_only` those that stand in no data_deps.
     Of communication: `peer` is the other rank, `own` this one as the node has it (-1: it does not say).
     `group` is the number of the process group, 0 for all ranks. `usable` is False if one of them is missing.
-    `stream` is what the node says of its stream, "" if nothing.
+    `stream` is what the node says of its stream, "" if nothing. `splits` are those of an uneven all-to-all.
     """
 
     id: int
@@ -94,6 +103,7 @@ class Facts(NamedTuple):
     own: int = -1
     tag: int = 0
     stream: str = ""
+    splits: Splits | None = None
 
 
 def examine(node: TraceNode) -> Facts:
@@ -192,9 +202,13 @@ def communication(
     if kind == COLL:
         comm_type, group = whole(node, "comm_type"), group_number(node)
         problems += collective_problems(node, comm_type, group)
+        splits = read_splits(node)
+        problems += split_problems(node, comm_type, splits)
         usable = None not in (size, comm_type, group)
-        sort = comm_type or 0, size or 0, group or 0
-        return Facts(node.id, kind, deps, tuple(problems), ctrl_only, usable, *sort, stream=stream)
+        known = comm_type or 0, size or 0, group or 0
+        return Facts(
+            node.id, kind, deps, tuple(problems), ctrl_only, usable, *known, stream=stream, splits=splits
+        )
     named = whole(node, "comm_dst"), whole(node, "comm_src")
     peer, own = named if kind == SEND else named[::-1]
     tag = whole(node, "comm_tag")
@@ -238,3 +252,23 @@ def collective_problems(node: TraceNode, comm_type: int | None, group: int | Non
     if group is None:
         found = short(node.get("pg_name"))
         yield "group-name", f"{short(node.name)} has pg_name {found}: write a decimal number of 1 or more"
+
+
+def read_splits(node: TraceNode) -> Splits | None:
+    """Return the splits of a collective, or None where it has none that are lists of as many numbers of 0 and more."""
+    found = [node.get(name) for name in ("in_splits", "out_splits")]
+    lists = [value if isinstance(value, tuple) else () for value in found]
+    sent, received = (tuple(n for n in value if isinstance(n, int) and n >= 0) for value in lists)
+    whole = len(sent) == len(lists[0]) == len(received) == len(lists[1])
+    return Splits(sent, received) if sent and whole else None
+
+
+def split_problems(node: TraceNode, comm_type: int | None, splits: Splits | None) -> Iterator[Problem]:
+    """Yield what is wrong with the splits of a collective by themselves."""
+    if "in_splits" not in node.attrs and "out_splits" not in node.attrs:
+        return
+    if comm_type is not None and comm_type != CommType.ALL_TO_ALL:
+        yield "splits", f"{short(node.name)} has splits, but is no ALL_TO_ALL: leave them out"
+    elif splits is None:
+        text = "write both as one number of bytes, 0 or more, for each member"
+        yield "splits", f"{short(node.name)} has in_splits and out_splits that do not fit: {text}"

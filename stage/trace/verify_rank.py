@@ -17,7 +17,7 @@ from stage.trace.node import VERSIONS
 from stage.trace.report import Findings, short
 from stage.trace.verify_groups import Groups
 from stage.trace.verify_messages import check_ends
-from stage.trace.verify_node import RECV, SEND, Facts, examine
+from stage.trace.verify_node import RECV, SEND, Facts, Splits, examine
 from stage.trace.verify_order import Structure, check_order, reaches
 from stage.trace.verify_record import ROWS, Columns, RankRecord
 
@@ -96,7 +96,7 @@ class Reading:
 
 @dataclass(slots=True)
 class RankReader:
-    """Reads ranks one after the other and shares between them what is equal."""
+    """Reads ranks one after the other and shares between them what is equal; `splits` are numbered from 1."""
 
     world: int
     groups: Groups
@@ -105,6 +105,7 @@ class RankReader:
     messages: MessageCache = field(default_factory=MessageCache)
     structures: dict[bytes, Structure] = field(default_factory=dict)
     shared: dict[bytes, Columns] = field(default_factory=dict)
+    splits: dict[Splits, int] = field(default_factory=dict)
 
     def read(self, rank: int, data: bytes) -> RankRecord:
         """Return the record of a rank; raise TraceError where its file is malformed."""
@@ -146,9 +147,23 @@ class RankReader:
 
     def share_columns(self, communication: list[Facts]) -> Columns:
         """Return the columns of communication nodes, the same object for equal ones."""
+        known, numbers = self.splits, [0] * len(communication)
+        for at, facts in enumerate(communication):
+            if facts.splits is not None:
+                numbers[at] = known.setdefault(facts.splits, len(known) + 1)
         rows = [
-            (facts.kind, facts.comm_type, facts.size, facts.group, facts.peer, facts.tag, facts.peer, 0)
-            for facts in communication
+            (
+                facts.kind,
+                facts.comm_type,
+                facts.size,
+                facts.group,
+                facts.peer,
+                facts.tag,
+                facts.peer,
+                0,
+                number,
+            )
+            for facts, number in zip(communication, numbers, strict=True)
         ]
         columns = np.array(rows, np.int64).reshape(len(rows), ROWS).T.copy()
         return self.shared.setdefault(columns.tobytes(), columns)

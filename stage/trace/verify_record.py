@@ -17,6 +17,7 @@ __all__ = [
     "PEER",
     "ROWS",
     "SIZE",
+    "SPLITS",
     "TAG",
     "TYPE",
     "Columns",
@@ -26,12 +27,14 @@ __all__ = [
 Columns = npt.NDArray[np.int64]
 """Communication nodes, one column each; the rows are those below."""
 
-KIND, TYPE, SIZE, GROUP, PEER, TAG, PARTNER, CHANNEL = range(8)
-"""`PEER` is the rank that a message names. Its other end is in the record of `PARTNER`, which has the same `CHANNEL`.
+KIND, TYPE, SIZE, GROUP, PEER, TAG, PARTNER, CHANNEL, SPLITS = range(9)
+"""`SPLITS` is the number of those of an uneven all-to-all, from 1 on, in the list of the reader that read the rank.
+
+`PEER` is the rank that a message names. Its other end is in the record of `PARTNER`, which has the same `CHANNEL`.
 
 These are the peer and 0 where every rank has a record (`verify_partners` says what they are where it does not).
 """
-ROWS: Final = 8
+ROWS: Final = 9
 
 
 @dataclass(frozen=True, slots=True)

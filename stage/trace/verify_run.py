@@ -87,7 +87,7 @@ class State:
 
     def describe(self, node: int) -> str:
         """Return what a communication node does as text."""
-        kind, comm_type, size, group, peer, tag, _, _ = self.column(node)
+        kind, comm_type, size, group, peer, tag, *_ = self.column(node)
         if kind == COLL:
             where = f"group {group}" if group else "all ranks"
             return f"{CommType(comm_type).name} of {plural(size, 'byte')} on {where}"
@@ -160,7 +160,7 @@ class Run:
 
     def send(self, state: State, node: int) -> None:
         """Issue a send, and complete it and its receive where the rules let it."""
-        _, _, size, _, _, tag, partner, channel = state.column(node)
+        _, _, size, _, _, tag, partner, channel, _ = state.column(node)
         key = state.rank, partner, channel, tag, size
         receives = self.awaited.get(key)
         if receives:
@@ -175,7 +175,7 @@ class Run:
 
     def receive(self, state: State, node: int) -> None:
         """Issue a receive, and complete it where its message is there."""
-        _, _, size, _, _, tag, partner, channel = state.column(node)
+        _, _, size, _, _, tag, partner, channel, _ = state.column(node)
         key = partner, state.rank, channel, tag, size
         sends = self.sent.get(key)
         if sends:
