@@ -17,6 +17,7 @@ from stage.model import Model, SizeValue
 from stage.passes.shard import Table
 from stage.pipeline.schedule import Pipeline
 from stage.pipeline.schedules import plan_pipeline
+from stage.recomputation import MODULES, Recomputation
 from stage.sizes import build_model
 from stage.strategy import Strategy
 
@@ -45,6 +46,7 @@ class Request:
     seq: int
     dtype: str
     grad_dtype: str
+    param_dtype: str
     grad_reduce: str
     clip: bool
     steps: int
@@ -107,6 +109,19 @@ def _strategy(
     return strategy.replace(**options)
 
 
+def _check_recomputation(model: Model, policy: Recomputation, asked: bool) -> None:
+    """Modules to recompute must be in some layer: each that was asked for, and one of those a strategy names."""
+    if not policy.modules:
+        return
+    nodes = [node for block in dict.fromkeys(model.layers) for node in model.graph(block).nodes]
+    known = [name for name, module in MODULES.items() if any(map(module.matches, nodes))]
+    for name in policy.modules:
+        if name not in known and (asked or not set(known) & set(policy.modules)):
+            raise StrategyError(
+                f"recompute is '{policy}', but no layer of {model.name} has {name}; it has {', '.join(known)}"
+            )
+
+
 def _check_experts(model: Model, degrees: Mapping[str, int]) -> None:
     """Expert degrees need experts."""
     for axis in ("ep", "etp"):
@@ -131,6 +146,21 @@ def _check_dp_shard(dp_shard: int | None, dp: int) -> None:
     """An inner size that was asked for, not only named by a strategy for whatever dp there is, must fit."""
     if dp_shard is not None and dp % dp_shard:
         raise MeshError(f"dp_shard = {dp_shard} does not divide dp = {dp}; choose one that divides it")
+
+
+def _resharded(strategy: Strategy, dp: int, asked: bool) -> Strategy:
+    """The strategy with a number of ranks to reshard over that is smaller than dp; all of dp is no number.
+
+    One that was asked for, not only named by a strategy for whatever dp there is, must fit.
+    """
+    between = strategy.reshard_after_forward
+    if isinstance(between, bool):
+        return strategy
+    if (asked or between < dp) and dp % between:
+        raise StrategyError(
+            f"reshard_after_forward = {between} does not divide dp = {dp}; choose a number that does, true or false"
+        )
+    return strategy if between < dp else strategy.replace(reshard_after_forward=True)
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> str:
@@ -164,9 +194,9 @@ def resolve_request(
     micro_batch: int = 1,
     seq: int | None = None,
     stage_layers: Sequence[int] | None = None,
-    grad_reduce: str = "step",
     dtype: str = "bf16",
     grad_dtype: str = "fp32",
+    param_dtype: str | None = None,
     clip: bool = True,
     vocab_multiple: int | None = None,
     dropout: bool = False,
@@ -191,12 +221,14 @@ def resolve_request(
     chosen = _strategy(strategy, built, changes)
     degrees = resolve_degrees({"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp}, gpus)
     chosen.check_degrees(degrees)
+    _check_recomputation(built, chosen.recompute, changes.get("recompute") is not None)
     _check_experts(built, degrees)
     chosen.contexts.check(chosen.name, chosen.axes("seq"), attention)
     ulysses = chosen.contexts.ulysses(degrees["cp"])
     _check_heads(built, degrees["tp"], ulysses)
     if changes.get("dp_shard") is not None:
         _check_dp_shard(chosen.dp_shard, degrees["dp"])
+    chosen = _resharded(chosen, degrees["dp"], changes.get("reshard_after_forward") is not None)
     values = built.values
     mesh = build_mesh(
         **degrees,
@@ -208,7 +240,8 @@ def resolve_request(
     seq = values["seq"] if seq is None else seq
     if seq < 1 or steps < 1:
         raise StageError(f"seq = {seq} and steps = {steps} must both be at least 1; change the smaller one")
-    for name, kind in (("dtype", dtype), ("grad_dtype", grad_dtype)):
+    param_dtype = dtype if param_dtype is None else param_dtype
+    for name, kind in (("dtype", dtype), ("grad_dtype", grad_dtype), ("param_dtype", param_dtype)):
         _one_of(name, kind, FLOATS)
     return Request(
         model=built,
@@ -224,7 +257,8 @@ def resolve_request(
         seq=seq,
         dtype=dtype,
         grad_dtype=grad_dtype,
-        grad_reduce=_one_of("grad_reduce", grad_reduce, ("step", "microbatch")),
+        param_dtype=param_dtype,
+        grad_reduce=chosen.grad_reduce or ("microbatch" if chosen.zero == 2 else "step"),
         clip=clip,
         steps=steps,
         stage_layers=None if stage_layers is None else tuple(stage_layers),

@@ -19,8 +19,9 @@ from typing import Any
 from stage.context import Context, parse_context
 from stage.errors import StrategyError
 from stage.load_option import BALANCED, check_expert_load
+from stage.recomputation import NO_RECOMPUTATION, Recomputation, parse_recomputation
 
-__all__ = ["AXES", "DIMS", "MESH", "RECOMPUTE", "SCHEDULES", "Strategy", "parse_strategy"]
+__all__ = ["AXES", "DIMS", "MESH", "SCHEDULES", "Strategy", "parse_strategy"]
 
 MESH = ("pp", "dp", "cp", "tp")
 AXES = ("dp", "cp", "tp", "edp", "ep", "etp")
@@ -37,9 +38,9 @@ DIMS = (
     "seq",
 )
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
-RECOMPUTE = ("none", "full", "selective")
 ALLTOALL = ("collective", "p2p")
 LARGEST_FACTOR = 1_000_000
+GRAD_REDUCE = ("step", "microbatch")
 CONTEXT_BALANCES = ("zigzag", "none")
 STREAMS = ("single", "per-axis")
 ARCHITECTURES = ("dense", "moe")
@@ -64,7 +65,7 @@ class Strategy:
     mesh: tuple[str, ...] = MESH
     schedule: str = "1f1b"
     vpp: int | None = None  # virtual stages a rank; None is the least that the schedule can have
-    recompute: str = "none"
+    recompute: Recomputation = NO_RECOMPUTATION
     zero: int = 0  # sharded over data parallel ranks: 1 optimizer states, 2 also gradients, 3 also parameters
     regather: tuple[str, ...] = ()  # axes whose gathered inputs are gathered again in backward, not kept
     overlap_grad: bool = False  # a bucket's gradients are reduced as soon as they are complete
@@ -75,6 +76,10 @@ class Strategy:
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
     )
     context: str = "all_gather"  # how attention meets keys of other cp ranks; `stage.context` has the forms
+    prefetch: int = 1  # zero 3: how many blocks ahead of the compute parameters are gathered
+    grad_reduce: str | None = (
+        None  # gradients are reduced once a `step` or `microbatch`; None is by the zero stage
+    )
     context_balance: str = "zigzag"  # parts of a sequence that have equal causal work, or "none": consecutive
     tp_overlap_chunks: int = 1  # of a collective next to a matrix multiplication, and of that
     moe_shared_expert_overlap: bool = False  # shared experts run while tokens are dispatched to the others
@@ -94,6 +99,12 @@ class Strategy:
                     f"strategy {self.name}: [shard] uses {axis}, which is not in mesh = {list(self.mesh)}; "
                     "add it there"
                 )
+        if self.zero < 3 and (self.reshard_after_forward is not True or self.prefetch != 1):
+            key = "prefetch" if self.prefetch != 1 else "reshard_after_forward"
+            raise StrategyError(
+                f"strategy {self.name}: {key} = {str(getattr(self, key)).lower()} is of gathered parameters, but "
+                f"zero = {self.zero} gathers none before a block runs; set zero = 3, or leave it out"
+            )
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes that may shard `dim`, major first; none for a dim that the table does not have."""
@@ -188,6 +199,13 @@ def _reshard(value: object, where: str) -> bool | int:
     )
 
 
+def _recompute(value: object, where: str) -> Recomputation:
+    try:
+        return value if isinstance(value, Recomputation) else parse_recomputation(_text(value, where))
+    except StrategyError as err:
+        raise StrategyError(f"{where.removesuffix('recompute')}{err}") from None
+
+
 def _choice(known: tuple[str, ...]) -> Callable[[object, str], str]:
     def check(value: object, where: str) -> str:
         if not isinstance(value, str) or value not in known:
@@ -246,7 +264,7 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "shard": _shard,
     "schedule": _choice(SCHEDULES),
     "vpp": _integer(1),
-    "recompute": _choice(RECOMPUTE),
+    "recompute": _recompute,
     "zero": _integer(0, 3),
     "regather": _names(AXES, "axis"),
     "overlap_grad": _flag,
@@ -254,6 +272,8 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "dp_shard": _integer(1),
     "reshard_after_forward": _reshard,
     "context": _context,
+    "prefetch": _integer(0),
+    "grad_reduce": _choice(GRAD_REDUCE),
     "context_balance": _choice(CONTEXT_BALANCES),
     "bucket_first_stage": _flag,
     "tp_overlap_chunks": _integer(1),

@@ -62,8 +62,17 @@ def synthesize(
     return TraceSet.of(job(request))
 
 
+Kinds = dict[tuple[Block, bool], BlockKind]
+"""By the block, and whether it is recomputed."""
+
+
 def sharded_block(request: Request, block: Block) -> Differentiated:
-    """A block's forward and backward graphs on the request's mesh, with recomputation as asked."""
+    """A block's forward and backward graphs on the request's mesh; a layer's with recomputation as asked."""
+    return _finished(request, differentiated_block(request, block), again=block in request.model.layers)
+
+
+def differentiated_block(request: Request, block: Block) -> Differentiated:
+    """A block's forward and backward graphs on the request's mesh, where nothing is recomputed."""
     mesh, strategy = request.mesh, request.strategy
     sizes = symbol_values(request)
     whole = request.model.graph(block)
@@ -74,11 +83,16 @@ def sharded_block(request: Request, block: Block) -> Differentiated:
     both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
     if strategy.moe_shared_expert_overlap:
         both = replace(both, backward=overlap(both.backward))
-    both = expand_ring(both, mesh, sizes, consecutive=strategy.context_balance == "none")
-    if strategy.recompute != "none" and block in request.model.layers:
+    return expand_ring(both, mesh, sizes, consecutive=strategy.context_balance == "none")
+
+
+def _finished(request: Request, both: Differentiated, *, again: bool) -> Differentiated:
+    """A block's graphs as they are run: in chunks as asked, and recomputed if `again`."""
+    strategy = request.strategy
+    if again:
         both = recompute(both, strategy.recompute)
     if strategy.tp_overlap_chunks > 1:
-        both = chunk_both(both, strategy.tp_overlap_chunks, mesh, sizes)
+        both = chunk_both(both, strategy.tp_overlap_chunks, request.mesh, symbol_values(request))
     return both
 
 
@@ -94,7 +108,8 @@ def symbol_values(request: Request) -> dict[str, int]:
 def job(request: Request) -> Job:
     """Everything a trace set needs, computed once for each kind of block and each stage."""
     model, mesh = request.model, request.mesh
-    widths = {"compute": dtype_bytes(request.dtype), "gradient": dtype_bytes(request.grad_dtype)}
+    dtypes = {"compute": request.dtype, "gradient": request.grad_dtype, "parameter": request.param_dtype}
+    widths = {use: dtype_bytes(dtype) for use, dtype in dtypes.items()}
     check_capacity(
         ranks=mesh.world,
         layers=len(model.layers),
@@ -109,10 +124,10 @@ def job(request: Request) -> Job:
         consecutive=request.strategy.context_balance == "none",
         pairwise=request.strategy.alltoall == "p2p",
     )
-    kinds = {block: _kind(request, block, concrete) for block in dict.fromkeys(model.blocks)}
+    stages = cut(model, request.pipeline, request.stage_layers, request.strategy.recompute)
+    kinds = _kinds(request, stages, concrete)
     check_overlap(request.strategy, [kind.both for kind in kinds.values()])
     step = _step_plan(request, kinds, widths, concrete)
-    stages = cut(model, request.pipeline, request.stage_layers)
     classes = Partition.of(mesh, [atom for kind in kinds.values() for atom in kind.variants])
     _check_balance(request, kinds.values())
     places = [classes.coordinates(number) for number in range(classes.count)]
@@ -133,8 +148,18 @@ def job(request: Request) -> Job:
     return Job(mesh, programs, digits, describe(request, stages), placement, classes.axes)
 
 
-def _kind(request: Request, block: Block, concrete: Concrete) -> BlockKind:
-    both, strategy = sharded_block(request, block), request.strategy
+def _kinds(request: Request, stages: list[list[Unit]], concrete: Concrete) -> Kinds:
+    """Each kind of block, lowered; one of which some layers are recomputed and some not is differentiated once."""
+    blocks = dict.fromkeys(request.model.blocks)
+    plain = {block: differentiated_block(request, block) for block in blocks}
+    kinds: Kinds = {}
+    for block, again in dict.fromkeys(unit.kind for units in stages for unit in units):
+        kinds[block, again] = _kind(request, block, _finished(request, plain[block], again=again), concrete)
+    return kinds
+
+
+def _kind(request: Request, block: Block, both: Differentiated, concrete: Concrete) -> BlockKind:
+    strategy = request.strategy
     own = ("layer", "micro_batch") if block in request.model.layers else ("micro_batch",)
     routings: tuple[Routing, ...] = ()
     if request.expert_load is not None and any("experts" in p.dim_names for p in both.forward.parameters):
@@ -181,9 +206,7 @@ def _gathered(request: Request) -> bool:
     return zero == 3 or (zero > 0 and request.steps > 1)
 
 
-def _step_plan(
-    request: Request, kinds: Mapping[Block, BlockKind], widths: Mapping[str, int], concrete: Concrete
-) -> StepPlan:
+def _step_plan(request: Request, kinds: Kinds, widths: Mapping[str, int], concrete: Concrete) -> StepPlan:
     model, strategy, mesh = request.model, request.strategy, request.mesh
     x = model.graph(model.layers[0]).tensors["x"]
     message = (
@@ -205,12 +228,14 @@ def _step_plan(
         message=message,
         dtype=request.dtype,
         grad_dtype=request.grad_dtype,
+        param_dtype=request.param_dtype,
         per_micro_batch=request.grad_reduce == "microbatch",
         overlap=strategy.overlap_grad,
         clip=request.clip,
         tied_elements=tied,
         experts=any(p.expert for kind in kinds.values() for p in kind.parameters),
         sharding=sharding,
+        prefetch=strategy.prefetch,
         reshard=reshard,
         data=tuple(sorted({p.data for kind in kinds.values() for p in kind.parameters})),
         streams=strategy.streams,
@@ -219,7 +244,7 @@ def _step_plan(
     )
 
 
-def _shared(request: Request, kinds: Mapping[Block, BlockKind]) -> list[Parameter]:
+def _shared(request: Request, kinds: Kinds) -> list[Parameter]:
     """Parameters that first and last block both have on different ranks.
 
     They are a tied token table, or that of a prediction module.
@@ -227,14 +252,14 @@ def _shared(request: Request, kinds: Mapping[Block, BlockKind]) -> list[Paramete
     pipeline, model = request.pipeline, request.model
     if pipeline.place(0)[0] == pipeline.place(pipeline.stages - 1)[0]:
         return []
-    names = {p.name for p in kinds[model.head].parameters}
-    return [p for p in kinds[model.embedding].parameters if p.name in names]
+    names = {p.name for p in kinds[model.head, False].parameters}
+    return [p for p in kinds[model.embedding, False].parameters if p.name in names]
 
 
 def _program(
     place: Mapping[str, int],
     stages: list[list[Unit]],
-    kinds: Mapping[Block, BlockKind],
+    kinds: Kinds,
     step: StepPlan,
     request: Request,
 ) -> Program:
@@ -256,7 +281,7 @@ def _program(
 
 
 def _unit_plans(
-    units: list[Unit], kinds: Mapping[Block, BlockKind], place: Mapping[str, int], request: Request
+    units: list[Unit], kinds: Kinds, place: Mapping[str, int], request: Request
 ) -> list[UnitPlan]:
     """The blocks of a rank; a parameter that two of them share belongs to the first."""
     seen: set[str] = set()
@@ -264,7 +289,7 @@ def _unit_plans(
     sparse = request.model.moe_layers if many else ()
     plans = []
     for unit in units:
-        kind = kinds[unit.block]
+        kind = kinds[unit.kind]
         own = tuple(p for p in kind.parameters if unit.layer >= 0 or p.name not in seen)
         seen.update(p.name for p in own if unit.layer < 0)
         head = unit.block == request.model.head

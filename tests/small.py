@@ -33,6 +33,9 @@ MODELS: dict[str, dict[str, int]] = {
 
 STRATEGIES = ("ddp", "fsdp", "hsdp", "megatron", "megatron_sp", "megatron_moe")
 
+PRESETS = ("deepseek_v3", "gpt3_175b", "llama3_405b", "torchtitan", "zero2")
+"""Strategies of published jobs: their layouts are those of the strategies above."""
+
 MESHES: tuple[dict[str, int], ...] = (
     {"dp": 2},
     {"dp": 4, "dp_shard": 2},

@@ -60,6 +60,7 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "--batch 16 --micro-batch 2 --seq 128 --schedule gpipe --zero 1 --recompute full "
         "--context-balance none --stage-layers 3,2x2 "
         "--grad-reduce microbatch --dtype fp16 --grad-dtype bf16 --no-clip --vocab-multiple 64 --dropout --steps 2 "
+        "--reshard-after-forward 2 --prefetch 2 --no-overlap-grad --param-dtype fp8 "
         "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 --context ring "
         "--overlap-chunks 4 --moe-shared-expert-overlap --streams per-axis "
         f"--out {tmp_path / 't'} --force --json --placement {placement} --resume --jobs 3 --dask tcp://host:8786 "
@@ -93,9 +94,13 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "alltoall": "p2p",
         "context_balance": "none",
         "stage_layers": [3, 2, 2],
+        "reshard_after_forward": 2,
+        "prefetch": 2,
         "grad_reduce": "microbatch",
+        "overlap_grad": False,
         "dtype": "fp16",
         "grad_dtype": "bf16",
+        "param_dtype": "fp8",
         "clip": False,
         "vocab_multiple": 64,
         "dropout": True,
@@ -144,7 +149,6 @@ def test_synth_leaves_what_is_not_given_to_the_strategy(recorder: Recorder, tmp_
     given = {key: value for key, value in options.items() if value is not None}
     assert given == {
         **dict.fromkeys(("tp", "pp", "cp", "ep", "etp", "micro_batch", "steps"), 1),
-        "grad_reduce": "step",
         "dtype": "bf16",
         "grad_dtype": "fp32",
         "clip": True,
@@ -292,6 +296,10 @@ block  count  parameters  value
 layer      2  d_ff        2
 all        1  3 d_ff      6
 
+saved for backward, of one micro-batch
+block  count  bytes        value
+layer      2  4 batch seq  1.000 MiB
+
 matrix multiplications
 block  phase    flops        value
 layer  forward  2 batch seq  4.000 TFLOP
@@ -349,6 +357,7 @@ def test_show_prints_what_the_library_reports(monkeypatch: pytest.MonkeyPatch, c
                 "parameters_value": 2,
                 "forward": {"ops": [op]},
                 "backward": {"ops": [again]},
+                "saved": {"bytes": "4*batch*seq", "bytes_value": 2**20},
                 "data_parallel": [{"tensors": "gradients", "per": "step", **sent}],
             }
         ],

@@ -68,10 +68,31 @@ def expected(job: Request) -> int:
     total = 0
     for block in job.model.blocks:
         for phase, name, form in table[block.kind]:
-            again = {"none": False, "full": True, "selective": ".core" in name}[job.strategy.recompute]
-            runs = 1 + (again and phase == "forward" and block in job.model.layers)
-            total += evaluate(form, sizes) * copies(name, job) * runs
+            again = phase == "forward" and block in job.model.layers and runs_again(name, job)
+            total += evaluate(form, sizes) * copies(name, job) * (1 + again)
     return total * job.micro_batches
+
+
+PRODUCTS = {
+    "full": ("",),
+    "selective": (".core",),
+    "ops:attention": (".core",),
+    "ops:norm,act": (),
+    "ops:up_proj": (".gate_proj", ".up_proj"),
+    "ops:core_attn,up_proj,act": (".core", ".gate_proj", ".up_proj"),
+    "ops:mlp": ("mlp.",),
+    "ops:mla_up_proj,norm": ("q_b_proj", "kv_b_proj"),
+    "ops:moe": ("moe.",),
+    "ops:moe,mlp,moe_act": ("moe.", "mlp."),
+    "ops:shared_experts": (".shared",),
+    "ops:dispatch,moe_act": (),
+}
+"""Matrix multiplications that each policy runs again, by parts of their names."""
+
+
+def runs_again(name: str, job: Request) -> bool:
+    policy = str(job.strategy.recompute)
+    return policy != "none" and any(part in name for part in PRODUCTS[policy])
 
 
 def copies(name: str, job: Request) -> int:
@@ -116,9 +137,21 @@ def request_or_none(model: str, strategy: str, mesh: dict[str, int]) -> Request 
     return asked
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+MODULES_OF = {
+    "llama3-8b": ("ops:attention", "ops:norm,act", "ops:up_proj", "ops:core_attn,up_proj,act", "ops:mlp"),
+    "mixtral-8x7b": ("ops:up_proj", "ops:moe", "ops:dispatch,moe_act"),
+    "deepseek-v3": ("ops:mla_up_proj,norm", "ops:mlp", "ops:moe,mlp,moe_act", "ops:shared_experts"),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute"),
+    [
+        *((model, policy) for model in sorted(MODELS) for policy in ("full", "selective")),
+        *((model, policy) for model, policies in MODULES_OF.items() for policy in policies),
+    ],
+)
 @pytest.mark.parametrize("attention", ["fused", "unfused"])
-@pytest.mark.parametrize("model", sorted(MODELS))
 def test_recomputed_and_unfused_work_is_added_exactly(model: str, attention: str, recompute: str) -> None:
     for strategy, mesh in (("megatron", {"tp": 4, "dp": 2}), ("megatron_sp", {"tp": 2, "cp": 2, "pp": 2})):
         asked = request(model, strategy, **mesh, batch=8, attention=attention, recompute=recompute)

@@ -8,7 +8,7 @@ from stage.catalog import list_models, list_strategies
 from stage.synthesis import job
 from stage.trace.verify import verify
 from stage.traceset import TraceSet
-from tests.small import MODELS, STRATEGIES, fits, name_of, request
+from tests.small import MODELS, PRESETS, STRATEGIES, fits, name_of, request
 
 MESHES: list[dict[str, Any]] = [
     {"dp": 4, "batch": 8},
@@ -54,4 +54,21 @@ def test_every_model_and_strategy_is_here() -> None:
 def test_every_family_of_the_catalog_and_every_strategy_is_here() -> None:
     files = {entry.file for entry in list_models()}
     assert {entry.file for entry in list_models() if entry.name in MODELS} == files
-    assert {strategy.name for strategy in list_strategies()} == set(STRATEGIES)
+    assert {strategy.name for strategy in list_strategies()} == {*STRATEGIES, *PRESETS}
+
+
+PRESET_CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("deepseek-v3", "deepseek_v3", {"pp": 2, "dp": 2, "ep": 2, "batch": 8, "sizes": {"layers": 4}}),
+    ("gpt3-125m", "gpt3_175b", {"pp": 2, "tp": 2, "dp": 2, "batch": 8, "sizes": {"layers": 4}}),
+    ("llama3-8b", "llama3_405b", {"pp": 2, "cp": 2, "tp": 2, "dp": 2, "batch": 8, "sizes": {"layers": 4}}),
+    ("llama3-8b", "torchtitan", {"pp": 2, "dp": 2, "tp": 2, "batch": 4}),
+    ("mixtral-8x7b", "torchtitan", {"dp": 2, "tp": 2, "cp": 2}),
+    ("llama3-8b", "zero2", {"dp": 4, "cp": 2, "batch": 8}),
+]
+
+
+@pytest.mark.parametrize(("model", "strategy", "options"), PRESET_CASES, ids=name_of)
+def test_presets_verify(model: str, strategy: str, options: dict[str, Any]) -> None:
+    report = verify(TraceSet.of(job(request(model, strategy, **options))))
+    assert report.defects == ()
+    assert report.unchecked == ()

@@ -24,7 +24,7 @@ LEVELS = (
     ("tensor",),
     ("ops",),
     ("graph",),
-    ("context", "hf", "modelfile"),
+    ("context", "hf", "modelfile", "recomputation"),
     ("strategy",),
     ("model",),
     ("blocks",),

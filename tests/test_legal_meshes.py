@@ -19,7 +19,9 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "seq": st.sampled_from([None, None, None, 0, 1, 12, 16, 24, 32]),
     "schedule": st.sampled_from([None, "gpipe", "1f1b"]),
     "zero": st.sampled_from([None, None, 0, 1, 2, 3, 4]),
-    "recompute": st.sampled_from([None, "full", "selective", "none"]),
+    "recompute": st.sampled_from(
+        [None, "full", "selective", "none", "every:2", "ops:norm,act", "ops:moe,mlp"]
+    ),
     "grad_reduce": st.sampled_from(["step", "microbatch"]),
     "dtype": st.sampled_from(["bf16", "fp32", "fp8", "bf17"]),
     "clip": st.booleans(),
@@ -66,6 +68,38 @@ def test_a_job_verifies_or_is_refused_in_one_line(
         assert "\n" not in text
         return
     report = verify(traces)
+    assert report.ok, report.defects[:3]
+    assert not report.unchecked
+
+
+GATHERED: dict[str, st.SearchStrategy[Any]] = {
+    "reshard_after_forward": st.sampled_from([True, False, 2]),
+    "prefetch": st.integers(0, 3),
+    "grad_reduce": st.sampled_from(["step", "microbatch"]),
+    "param_dtype": st.sampled_from(["fp32", "fp8"]),
+    "recompute": st.sampled_from(["every:1", "every:2", "full", "ops:norm,up_proj", "selective"]),
+    "schedule": st.sampled_from(["1f1b", "zb-h1", "interleaved", "zb-v"]),
+    "steps": st.integers(1, 2),
+    "pp": st.just(2),
+}
+
+
+@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    model=st.sampled_from(["gpt3-125m", "llama3-8b", "mixtral-8x7b", "deepseek-v3"]),
+    strategy=st.sampled_from(["fsdp", "torchtitan"]),
+    mesh=st.sampled_from([{"dp": 4}, {"dp": 2, "cp": 2}, {"dp": 4, "dp_shard": 2}]),
+    options=st.fixed_dictionaries({}, optional=GATHERED),
+)
+def test_any_way_to_gather_parameters_verifies(
+    model: str, strategy: str, mesh: dict[str, int], options: dict[str, Any]
+) -> None:
+    if "dp_shard" in mesh:
+        options = {key: value for key, value in options.items() if key != "reshard_after_forward"}
+    if options.get("recompute") == "every:2":
+        options = options | {"pp": 1, "schedule": "1f1b"}
+    sizes = {"layers": 4, "first_k_dense": 2} if model == "deepseek-v3" else {"layers": 4}
+    report = verify(TraceSet.of(job(request(model, strategy, **mesh, **options, batch=16, sizes=sizes))))
     assert report.ok, report.defects[:3]
     assert not report.unchecked
 

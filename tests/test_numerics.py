@@ -182,6 +182,25 @@ def test_recomputed_blocks_compute_the_same(strategy: str, recompute: str, atten
     compare("deepseek-v3", strategy, mesh, recompute=recompute, attention=attention)
 
 
+OPS = (
+    ("llama3-8b", "ops:norm"),
+    ("llama3-8b", "ops:up_proj,act"),
+    ("llama3-8b", "ops:mlp,norm,attention"),
+    ("qwen3-30b-a3b", "ops:norm,dispatch,moe_act"),
+    ("gpt-oss-20b", "ops:moe"),
+    ("deepseek-v3", "ops:norm,mla_up_proj,act"),
+    ("deepseek-v3", "ops:core_attn,mlp,shared_experts,layernorm,up_proj"),
+)
+
+
+@pytest.mark.parametrize("strategy", DISTINCT)
+@pytest.mark.parametrize(("model", "recompute"), OPS)
+def test_parts_that_are_recomputed_compute_the_same(model: str, recompute: str, strategy: str) -> None:
+    mesh = {"dp": 2, "tp": 2, "ep": 2} if uses(strategy, {"tp": 2}) else {"dp": 2, "cp": 2}
+    compare(model, strategy, {k: n for k, n in mesh.items() if k != "ep" or "experts" in MODELS[model]},
+            recompute=recompute)  # fmt: skip
+
+
 @pytest.mark.parametrize("strategy", ["megatron", "megatron_sp"])
 @pytest.mark.parametrize("options", [{"attention": "unfused"}, {"dropout": True}], ids=name_of)
 def test_kv_heads_fewer_than_tp_are_replicated(strategy: str, options: dict[str, Any]) -> None:

@@ -19,6 +19,12 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama3-8b", "megatron_sp", {"tp": 2}),
     ("llama3-8b", "megatron_sp", {"tp": 2, "recompute": "full"}),
     ("llama3-8b", "megatron", {"tp": 2, "recompute": "selective"}),
+    ("llama3-8b", "megatron_sp", {"tp": 2, "recompute": "ops:norm,up_proj,act"}),
+    (
+        "deepseek-v3",
+        "megatron_moe",
+        {"dp": 2, "tp": 2, "ep": 2, "recompute": "ops:norm,mla_up_proj,dispatch"},
+    ),
     ("gpt3-125m", "megatron_sp", {"tp": 2}),
     ("deepseek-v3", "megatron_moe", {"tp": 2, "dp": 2, "ep": 4}),
     ("gpt-oss-20b", "megatron_moe", {"dp": 2, "ep": 2}),

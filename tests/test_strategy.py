@@ -7,6 +7,7 @@ import pytest
 from stage.catalog import default_strategy, list_strategies, load_strategy
 from stage.errors import StrategyError
 from stage.strategy import Strategy, parse_strategy
+from tests.small import PRESETS, STRATEGIES
 
 SHARD = '\n[shard]\nheads = ["tp"]\n'
 
@@ -23,7 +24,7 @@ def complaint(text: str) -> str:
 
 def test_catalog_has_the_published_strategies() -> None:
     names = [strategy.name for strategy in list_strategies()]
-    assert names == ["ddp", "fsdp", "hsdp", "megatron", "megatron_moe", "megatron_sp"]
+    assert names == sorted([*STRATEGIES, *PRESETS])
     assert all(strategy.title and strategy.source for strategy in list_strategies())
     assert default_strategy("dense").name == "megatron_sp"
     assert default_strategy("moe").name == "megatron_moe"
@@ -49,7 +50,7 @@ def test_what_is_omitted_has_its_default() -> None:
         (
             "shedule = '1f1b'" + SHARD,
             "mine.toml: unknown key 'shedule' (did you mean 'schedule'?); known keys: title, source, mesh, shard, "
-            "schedule, vpp, recompute, zero, regather, overlap_grad, bucket_size, dp_shard, reshard_after_forward, context, context_balance, bucket_first_stage, "
+            "schedule, vpp, recompute, zero, regather, overlap_grad, bucket_size, dp_shard, reshard_after_forward, context, prefetch, grad_reduce, context_balance, bucket_first_stage, "
             "tp_overlap_chunks, moe_shared_expert_overlap, streams, fuse, "
             "expert_load, seed, capacity_factor, pad_to_capacity, alltoall, default_for",
         ),
@@ -78,7 +79,7 @@ def test_what_is_omitted_has_its_default() -> None:
         ),
         (
             "recompute = 'ful'" + SHARD,
-            "mine.toml: recompute is 'ful' (did you mean 'full'?); known: none, full, selective",
+            "mine.toml: recompute is 'ful' (did you mean 'full'?); known: none, full, selective, every:K, ops:NAME,...",
         ),
         ("zero = 4" + SHARD, "mine.toml: zero is 4; an integer from 0 to 3 is expected"),
         ("zero = true" + SHARD, "mine.toml: zero is True; an integer from 0 to 3 is expected"),
@@ -137,7 +138,8 @@ def test_unknown_name_lists_the_known_ones() -> None:
         load_strategy("megatron_spp")
     assert str(caught.value) == (
         "unknown strategy 'megatron_spp' (did you mean megatron_sp or megatron or megatron_moe?); "
-        "known: ddp, fsdp, hsdp, megatron, megatron_moe, megatron_sp; the path of a .toml file works as well"
+        "known: ddp, deepseek_v3, fsdp, gpt3_175b, hsdp, llama3_405b, megatron, megatron_moe, megatron_sp, torchtitan, "
+        "zero2; the path of a .toml file works as well"
     )
 
 

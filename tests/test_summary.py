@@ -8,13 +8,13 @@ import pytest
 import sympy
 
 import stage
-from stage.catalog import list_models, list_strategies, load_strategy
+from stage.catalog import list_models, load_strategy
 from stage.errors import StageError, TraceError
 from stage.strategy import Strategy
 from stage.summary import model_summary, trace_summary
 from stage.symbols import size
+from tests.small import PRESETS, STRATEGIES
 
-STRATEGIES = [strategy.name for strategy in list_strategies()]
 FAMILIES = [
     "gpt3-125m", "llama3-8b", "mistral-7b", "qwen2-7b", "qwen3-0.6b", "mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3",
 ]  # fmt: skip
@@ -292,8 +292,13 @@ def gathered(entry: dict[str, Any], nodes: dict[tuple[str, str, str], tuple[Any,
     return own
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", [model.name for model in list_models()])
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        *((model.name, strategy) for model in list_models() for strategy in STRATEGIES),
+        *((model, strategy) for model in ("llama3-8b", "deepseek-v3") for strategy in PRESETS),
+    ],
+)
 def test_every_model_has_closed_forms_under_every_strategy(model: str, strategy: str) -> None:
     found = forms(model, strategy)
     assert found["parameters_value"] > 0

@@ -68,7 +68,8 @@ def strategies(json: Json = False) -> None:
 
     found = list_strategies()
     if json:
-        print_json({"strategies": [asdict(strategy) | {"shard": dict(strategy.shard)} for strategy in found]})
+        texts = [{"shard": dict(one.shard), "recompute": str(one.recompute)} for one in found]
+        print_json({"strategies": [asdict(one) | text for one, text in zip(found, texts, strict=True)]})
         return
     print_table(
         [

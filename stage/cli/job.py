@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from stage.cli.options import Attention, Batch, Mask, Mtp, Seq, Sizes, StrategyName
-from stage.cli.parse import parse_sizes, parse_stage_layers, read_placement
+from stage.cli.parse import parse_reshard, parse_sizes, parse_stage_layers, read_placement
 
 __all__ = ["JobOptions", "takes_job"]
 
@@ -63,7 +63,10 @@ Zero = Annotated[
 Recompute = Annotated[
     str | None,
     typer.Option(
-        "--recompute", metavar="none|full|selective", help="Activations computed again.", rich_help_panel=STEP
+        "--recompute",
+        metavar="POLICY",
+        help="Computed again in backward: none, full, selective, every:2, ops:norm,act.",
+        rich_help_panel=STEP,
     ),
 ]
 Context = Annotated[
@@ -88,9 +91,40 @@ StageLayers = Annotated[
     str | None,
     typer.Option("--stage-layers", metavar="7,8x14,7", help="Layers of each stage.", rich_help_panel=STEP),
 ]
+Reshard = Annotated[
+    str | None,
+    typer.Option(
+        "--reshard-after-forward",
+        metavar="true|false|N",
+        help="With --zero 3: drop gathered parameters, keep them, or shard them over N ranks.",
+        rich_help_panel=STEP,
+    ),
+]
+Prefetch = Annotated[
+    int | None,
+    typer.Option(
+        "--prefetch",
+        min=0,
+        metavar="N",
+        help="With --zero 3: gather parameters N blocks ahead.",
+        rich_help_panel=STEP,
+    ),
+]
 GradReduce = Annotated[
-    Literal["step", "microbatch"],
-    typer.Option("--grad-reduce", help="How often gradients are reduced.", rich_help_panel=STEP),
+    Literal["step", "microbatch"] | None,
+    typer.Option(
+        "--grad-reduce",
+        help="How often gradients are reduced; with --zero 2 each microbatch, else each step.",
+        rich_help_panel=STEP,
+    ),
+]
+OverlapGrad = Annotated[
+    bool | None,
+    typer.Option(
+        "--overlap-grad/--no-overlap-grad",
+        help="Reduce gradients as soon as they are complete.",
+        rich_help_panel=STEP,
+    ),
 ]
 BucketSize = Annotated[
     int | None,
@@ -102,8 +136,16 @@ BucketSize = Annotated[
         rich_help_panel=STEP,
     ),
 ]
-Dtype = Annotated[str, typer.Option("--dtype", help="Of parameters and activations.", rich_help_panel=STEP)]
+Dtype = Annotated[str, typer.Option("--dtype", help="Of computation and activations.", rich_help_panel=STEP)]
 GradDtype = Annotated[str, typer.Option("--grad-dtype", help="Of gradients.", rich_help_panel=STEP)]
+ParamDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--param-dtype",
+        help="Of parameters as stored and gathered; by default --dtype.",
+        rich_help_panel=STEP,
+    ),
+]
 Clip = Annotated[
     bool, typer.Option("--clip/--no-clip", help="Reduce the norm of the gradients.", rich_help_panel=STEP)
 ]
@@ -220,10 +262,14 @@ class JobOptions:
     pad_to_capacity: PadToCapacity = None
     alltoall: AllToAll = None
     stage_layers: StageLayers = None
-    grad_reduce: GradReduce = "step"
+    reshard_after_forward: Reshard = None
+    prefetch: Prefetch = None
+    grad_reduce: GradReduce = None
+    overlap_grad: OverlapGrad = None
     bucket_size: BucketSize = None
     dtype: Dtype = "bf16"
     grad_dtype: GradDtype = "fp32"
+    param_dtype: ParamDtype = None
     clip: Clip = True
     dropout: Dropout = False
     vocab_multiple: VocabMultiple = None
@@ -235,10 +281,11 @@ class JobOptions:
     def options(self) -> dict[str, Any]:
         """The keyword arguments of `stage.synthesize`: the texts among the options are parsed."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        layers, placement = self.stage_layers, self.placement
+        layers, placement, reshard = self.stage_layers, self.placement, self.reshard_after_forward
         return given | {
             "sizes": parse_sizes(self.sizes or []),
             "stage_layers": None if layers is None else parse_stage_layers(layers),
+            "reshard_after_forward": None if reshard is None else parse_reshard(reshard),
             "placement": None if placement is None else read_placement(placement),
         }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stage.errors import MeshError, ModelError, StageError, StrategyError
 
-__all__ = ["parse_ranks", "parse_sizes", "parse_stage_layers", "read_placement"]
+__all__ = ["parse_ranks", "parse_reshard", "parse_sizes", "parse_stage_layers", "read_placement"]
 
 MOST = 2**22  # stages or ranks that one option may list; far above any machine, far below all memory
 
@@ -52,6 +52,21 @@ def parse_ranks(text: str) -> list[int]:
             )
         ranks.update(range(first, last + 1))
     return sorted(ranks)
+
+
+def parse_reshard(text: str) -> bool | int:
+    """Whether, or over how many ranks, parameters are sharded again after forward.
+
+    >>> parse_reshard("false"), parse_reshard("8")
+    (False, 8)
+    """
+    if text in ("true", "false"):
+        return text == "true"
+    if re.fullmatch(r"[0-9]{1,9}", text) is None:
+        raise StrategyError(
+            f"--reshard-after-forward '{_short(text)}' is not true, false or a number of ranks; write one of them"
+        )
+    return int(text)
 
 
 def parse_sizes(texts: Iterable[str]) -> dict[str, int]:

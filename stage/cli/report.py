@@ -68,6 +68,7 @@ def _print_forms(forms: Mapping[str, Any]) -> None:
     at = {key: forms[key] for key in ("batch", "seq", "vocab")}
     _print_sizes("values are at", {**forms["degrees"], **forms["parts"], **at})
     _section("parameters on a device", _parameters(forms))
+    _section("saved for backward, of one micro-batch", _saved(forms))
     _section("matrix multiplications", (_work(entry) for entry in forms["flops"]))
     _section("communication of activations", (_sent(entry) for entry in forms["communication"]))
     _section("communication of parameters and gradients", _data_parallel(forms))
@@ -93,6 +94,13 @@ def _parameters(forms: Mapping[str, Any]) -> list[dict[str, object]]:
         }
         for row in rows
     ]  # fmt: skip
+
+
+def _saved(forms: Mapping[str, Any]) -> list[dict[str, object]]:
+    return [
+        {"block": block["kind"], "count": block["count"], **_sized(block["saved"])}
+        for block in forms["blocks"]
+    ]
 
 
 def _work(entry: Mapping[str, Any]) -> dict[str, object]:

@@ -5,6 +5,7 @@ block. `batch` is the sequences of one micro-batch over all ranks. Each expressi
 the nodes of a synthesized trace have.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,15 @@ from stage.ops import get_op
 from stage.ops.collective import COLLECTIVES
 from stage.ops.ring import EXCHANGE
 from stage.passes.backward import Differentiated
+from stage.passes.recompute import recompute
 from stage.passes.shard import rest_layout
+from stage.pipeline.stages import cut
 from stage.request import Request
+from stage.summary.activations import saved_activations
 from stage.summary.gradients import data_parallel, stored_parameters
 from stage.summary.symbolic import Local, tidy
 from stage.symbols import dtype_bytes
-from stage.synthesis import sharded_block, symbol_values
+from stage.synthesis import differentiated_block, symbol_values
 from stage.tensor import Size, Tensor, resolve_dtypes
 
 __all__ = ["block_forms", "closed_forms"]
@@ -127,11 +131,11 @@ def block_forms(
     parameters = stored_parameters(request, both.forward, price.local, skip)
     entry = {
         "kind": block.kind,
-        "count": request.model.blocks.count(block),
         "parameters": str(tidy(parameters)),
         "parameters_value": price.local.value(parameters),
         "forward": price.phase(both.forward),
         "backward": price.phase(both.backward),
+        "saved": saved_activations(both, price.local, price.width),
         "data_parallel": data_parallel(request, block, both.forward, price.local, skip),
     }
     return entry, parameters
@@ -143,10 +147,15 @@ def closed_forms(request: Request) -> dict[str, Any]:
     `degrees` are those of the request; `parts` are parts of axes that expressions name (`tp_kv`, `dp_shard`).
     """
     price = pricing(request)
+    policy, counts = request.strategy.recompute, _counts(request)
     blocks, parameters, seen = [], sympy.Integer(0), frozenset[str]()
-    for block in dict.fromkeys(request.model.blocks):
-        both = sharded_block(request, block)
+    for (block, again), count in counts.items():
+        both = differentiated_block(request, block)
+        both = recompute(both, policy) if again else both
         entry, own = block_forms(request, block, both, price, seen)
+        entry["count"] = count
+        if again and (block, False) in counts:
+            entry["kind"] += " (recomputed)"
         blocks.append(entry)
         parameters += entry["count"] * own
         if request.degrees["pp"] == 1:
@@ -170,6 +179,15 @@ def closed_forms(request: Request) -> dict[str, Any]:
         "blocks": blocks,
         "message": {"bytes": str(message), "bytes_value": price.local.value(message)},
     }
+
+
+def _counts(request: Request) -> Counter[tuple[Block, bool]]:
+    """How many blocks there are of each kind, which are two kinds where some are recomputed and some not."""
+    model, policy = request.model, request.strategy.recompute
+    if policy.every == 1:
+        return Counter((block, block in model.layers) for block in model.blocks)
+    stages = cut(model, request.pipeline, request.stage_layers, policy)
+    return Counter(unit.kind for units in stages for unit in units)
 
 
 def _by_phase(blocks: list[Entry], entries: Callable[[Entry], list[Entry]]) -> list[Entry]:

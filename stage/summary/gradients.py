@@ -98,7 +98,7 @@ def _gathers(request: Request, block: Block, members: Members, local: Local) -> 
     """The all-gathers of FSDP before a block's forward and, but for the head, before its backward."""
     shards, width, keep = (
         sharding(request),
-        dtype_bytes(request.dtype),
+        dtype_bytes(request.param_dtype),
         request.strategy.reshard_after_forward,
     )
     found = []
@@ -122,7 +122,7 @@ def _reductions(
 ) -> list[dict[str, Any]]:
     """The reduction of gradients over these axes, and the gather of parameters that a sharded optimizer updated."""
     (inner, outer), zero, shards = axes, request.strategy.zero, sharding(request)
-    gradient, compute = dtype_bytes(request.grad_dtype), dtype_bytes(request.dtype)
+    gradient, parameter = dtype_bytes(request.grad_dtype), dtype_bytes(request.param_dtype)
     degree = local.degree(inner)
     if zero == 3 and inner:
         part = sum(_shard(p, size, request, shards, local) for p, size in group)
@@ -137,7 +137,7 @@ def _reductions(
     if outer:
         found.append(_entry(f"{prefix}gradients", "all_reduce", outer, 1, per, part * gradient, local))
     if 0 < zero < 3 and inner:
-        found.append(_entry(f"{prefix}parameters", "all_gather", inner, 1, "step", part * compute, local))
+        found.append(_entry(f"{prefix}parameters", "all_gather", inner, 1, "step", part * parameter, local))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from math import gcd
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from stage.counting import count_block_flops, count_block_parameters, count_para
 from stage.errors import StageError
 from stage.graph import Options
 from stage.model import Model, SizeValue
-from stage.request import Request, resolve_request
+from stage.request import Request, resolve_degrees, resolve_request
 from stage.sizes import build_model
 from stage.strategy import Strategy
 from stage.summary.forms import closed_forms
@@ -101,7 +101,12 @@ def _request(
         strategy = load_strategy(strategy)
     if isinstance(strategy, Strategy) and not options.keys() & {*AXES, "gpus", "dp_shard"}:
         options |= _example(strategy, model)
-    return resolve_request(target, strategy, **options)
+    given = {axis: options.get(axis, None if axis == "dp" else 1) for axis in AXES}
+    degrees = resolve_degrees(given, options.get("gpus"))
+    enough = (
+        2 * degrees["pp"] * degrees["dp"]
+    )  # sequences, one a micro-batch, so that every schedule has enough
+    return resolve_request(target, strategy, **{"batch": enough * options.get("micro_batch", 1), **options})
 
 
 def _example(strategy: Strategy, model: Model) -> dict[str, int]:
@@ -115,5 +120,5 @@ def _example(strategy: Strategy, model: Model) -> dict[str, int]:
     if strategy.dp_shard is not None:
         degrees["dp_shard"] = 2
     if "ep" in used and "experts" in model.values:
-        degrees["ep"] = gcd(model.values["experts"], 8)
+        degrees["ep"] = gcd(model.values["experts"], prod(degrees.values()) // 2)
     return degrees

@@ -81,34 +81,36 @@ class _Recording:
 
     def _forward(self) -> None:
         i = self.micro_batch
-        x = self._receive(FORWARD)
-        weights = self.data.gather(self.units.start, i, "forward", self.recorder.last(COMPUTE))
+        x, ahead = self._receive(FORWARD), self.step.prefetch
+        weights = {at: self._gather_forward(at) for at in self.units[:ahead]}
         for at in self.units:
+            if not ahead:
+                weights[at] = self._gather_forward(at)
             before = self.recorder.last(COMPUTE)
             template = self.plan.units[at].templates.forward
-            base = self._place(at, template, NO_EARLIER, x=x, weights=weights)
+            base = self._place(at, template, NO_EARLIER, x=x, weights=weights[at])
             self.runs[at] = Run(base, x)
             x = _output(template, base, x)
-            weights = self.data.gather(at + 1, i, "forward", before)
+            if ahead:
+                weights[at + ahead] = self.data.gather(at + ahead, i, "forward", before)
         self._send(FORWARD, x)
 
     def _backward(self) -> None:
         """A whole backward (`B`), or the part that makes the cotangent of the input (`I`)."""
-        dy = self._receive(BACKWARD)
-        weights = self._gather_backward(self.units.stop - 1)
-        for at in reversed(self.units):
-            ahead = self._gather_backward(at - 1)
+        dy, ahead, units = self._receive(BACKWARD), self.step.prefetch, self.units[::-1]
+        weights = {at: self._gather_backward(at) for at in units[:ahead]}
+        for at in units:
+            weights[at - ahead] = self._gather_backward(at - ahead)
             run, template = self.runs[at], self._backward_template(at)
             base = -1
             if template.nodes:
-                base = self._place(at, template, (run.forward, -1), x=run.x, dy=dy, weights=weights)
+                base = self._place(at, template, (run.forward, -1), x=run.x, dy=dy, weights=weights[at])
             self.runs[at] = replace(run, input=base, dy=dy)
             if template.nodes:
                 dy = _output(template, base, dy, run.forward)
             self.data.release(at)
             if self.action.kind == "B":
                 self.data.complete(at, self.micro_batch)
-            weights = ahead
         self._send(BACKWARD, dy)
 
     def _weights(self) -> None:
@@ -124,6 +126,9 @@ class _Recording:
         template = templates.backward if self.action.kind == "B" else templates.input
         assert template is not None, "a schedule with I has split backwards"
         return template
+
+    def _gather_forward(self, at: int) -> int:
+        return self.data.gather(at, self.micro_batch, "forward", self.recorder.last(COMPUTE))
 
     def _gather_backward(self, at: int) -> int:
         if at not in self.units or not self._backward_template(at).nodes:

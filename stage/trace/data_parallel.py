@@ -2,8 +2,8 @@
 
 ZeRO 0 all-reduces each bucket of gradients; ZeRO 1 and 2 reduce-scatter it, update the shard and gather the parameters
 after the step (Rajbhandari et al. 2020; Megatron-LM's distributed optimizer). ZeRO 3 is FSDP: each block gathers its
-parameters before its forward and again before its backward, one block ahead of the compute, and reduce-scatters its
-gradients. What the nodes are is said by `fsdp`, `reduction` and `optimizer`; here is when they run.
+parameters before its forward and again before its backward, so many blocks ahead of the compute as are prefetched, and
+reduce-scatters its gradients. What the nodes are is said by `fsdp`, `reduction` and `optimizer`; here is when they run.
 """
 
 from collections import Counter

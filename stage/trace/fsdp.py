@@ -55,7 +55,7 @@ def gather_template(unit: UnitPlan, step: StepPlan, phase: str) -> Template:
             elements = shard_elements(group, step, shard) * (mesh.degree(shard) // mesh.degree(axes))
             name = f"parameters{suffix}.all_gather"
             after = (Ref("port", "free"), *([Ref("self", len(nodes) - 1)] if nodes else []))
-            nodes.append(step.collective(name, "all_gather", elements, axes, after, phase, "compute"))
+            nodes.append(step.collective(name, "all_gather", elements, axes, after, phase, "parameter"))
     return Template(unit.kind, phase, step.chain(nodes), numbers=unit.templates.forward.numbers)
 
 

@@ -47,7 +47,7 @@ def gather_bucket_template(index: int, bucket: Bucket, step: StepPlan) -> Templa
     """The gather of a bucket's parameters, after the ports `adam` and `before`, the gather of the bucket before."""
     after = (Ref("port", "adam"), Ref("port", "before"))
     node = step.collective(
-        "all_gather", "all_gather", bucket.owned(step.mesh), bucket.shard, after, "optimizer", "compute"
+        "all_gather", "all_gather", bucket.owned(step.mesh), bucket.shard, after, "optimizer", "parameter"
     )
     return _of_bucket(index, bucket, node, step)
 
@@ -116,7 +116,7 @@ def _norm_axes(step: StepPlan) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _adam(name: str, count: int, step: StepPlan, before: tuple[Ref, ...]) -> TemplateNode:
-    moved = count * (2 * ADAM_STATES * 4 + step.widths["gradient"] + step.widths["compute"])
+    moved = count * (2 * ADAM_STATES * 4 + step.widths["gradient"] + step.widths["parameter"])
     return TemplateNode(
         name, "compute", "adam", max(1, moved), max(1, ADAM_FLOPS * count), deps=before, dtype="fp32",
         phase="optimizer",

@@ -21,9 +21,10 @@ class StepPlan:
     `message` is the bytes of an activation between stages. `per_micro_batch` reduces gradients after every backward,
     not once. `overlap` starts a bucket's reduction when it is complete, not at the end. `tied_elements` are those of
     the token table whose gradient first and last stage sum, because both use it and stand on different ranks.
-    `experts` says whether any stage has some. `reshard` are the axes over which gathered parameters are sharded again
-    between forward and backward; None are all that they were gathered over. `data` are the sets of axes over which
-    gradients are reduced, `streams` how communication is ordered (`stage.trace.streams`).
+    `experts` says whether any stage has some. Under FSDP parameters are gathered while `prefetch` blocks before run, or
+    with 0 once the block before is done. `reshard` are the axes over which gathered parameters are sharded again
+    between forward and backward; None are all that they were gathered over. `data` are the sets of axes
+    over which gradients are reduced, `streams` how communication is ordered (`stage.trace.streams`).
     """
 
     pipeline: Pipeline
@@ -32,12 +33,14 @@ class StepPlan:
     message: int
     dtype: str
     grad_dtype: str
+    param_dtype: str
     per_micro_batch: bool
     overlap: bool
     clip: bool
     tied_elements: int
     experts: bool
     sharding: Sharding
+    prefetch: int
     reshard: tuple[str, ...] | None
     data: tuple[tuple[str, ...], ...]
     streams: str
@@ -64,8 +67,11 @@ class StepPlan:
         phase: str,
         dtype: str = "gradient",
     ) -> TemplateNode:
-        """A collective of `elements` gradients (or parameters, with the dtype `compute`) a device."""
-        size, name_of = elements * self.widths[dtype], {"gradient": self.grad_dtype, "compute": self.dtype}
+        """A collective of `elements` gradients (or parameters, with the dtype `parameter`) a device."""
+        size, name_of = (
+            elements * self.widths[dtype],
+            {"gradient": self.grad_dtype, "parameter": self.param_dtype},
+        )
         return TemplateNode(name, kind, kind, size, axes=axes, deps=deps, dtype=name_of[dtype], phase=phase)
 
 
