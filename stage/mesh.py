@@ -20,6 +20,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from stage.degrees import check_chain, check_degrees, kv_replicas
 from stage.errors import MeshError
 
 __all__ = ["Mesh", "build_mesh"]
@@ -202,37 +203,43 @@ def build_mesh(
     dp_shard: int | None = None,
     kv_heads: int | None = None,
     ulysses: int = 1,
+    tp_x: int = 1,
 ) -> Mesh:
     """The mesh of pp x dp x cp x tp ranks, refined so that every view is made of whole atoms.
 
     `ep` and `etp` carve the sparse view out of dp x cp x tp; `dp_shard` splits dp into dp_replicate x dp_shard;
-    `kv_heads` below tp splits tp into tp_kv x tp_rep. `ulysses` neighbours that exchange heads split cp into
-    cp_ring x cp_ulysses, and that into cp_rep x cp_kv where they are more than the KV heads they have.
+    `kv_heads` below tp splits tp into tp_kv x tp_rep, and `tp_x` into tp_y x tp_x. `ulysses` neighbours that exchange
+    heads split cp into cp_ring x cp_ulysses, and that into cp_rep x cp_kv where they are more than the KV heads.
 
     >>> build_mesh(pp=2, dp=2, tp=4, kv_heads=2).atoms
     (('pp', 2), ('dp', 2), ('tp_kv', 2), ('tp_rep', 2))
 
     Raises MeshError for degrees that do not fit one another.
     """
-    _check_degrees(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp, dp_shard=dp_shard, kv_heads=kv_heads)
+    given = {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp}
+    check_degrees(**given, dp_shard=dp_shard, kv_heads=kv_heads, tp_x=tp_x)
     inner, shard = dp * cp * tp, dp if dp_shard is None else dp_shard
     if inner % (ep * etp):
         raise MeshError(
             f"ep x etp = {ep * etp} does not divide dp x cp x tp = {inner}, the ranks that share the experts;"
             " choose an ep x etp that divides it"
         )
-    if dp % shard:
-        raise MeshError(f"dp_shard = {shard} does not divide dp = {dp}; choose a dp_shard that divides it")
-    rep = _kv_replicas("tp", tp, kv_heads)
-    own = ulysses * rep // _kv_replicas("tp x ulysses", tp * ulysses, kv_heads)
+    for name, part, axis in (("dp_shard", shard, "dp"), ("tp_x", tp_x, "tp")):
+        if given[axis] % part:
+            raise MeshError(
+                f"{name} = {part} does not divide {axis} = {given[axis]}; choose a {name} that divides it"
+            )
+    rep = kv_replicas("tp", tp, kv_heads)
+    own = ulysses * rep // kv_replicas("tp x ulysses", tp * ulysses, kv_heads)
     dense, sparse = (("dp", dp), ("cp", cp), ("tp", tp)), (("ep", ep), ("etp", etp))
     hybrid = (("dp_shard", shard), *dense[1:])
     heads = (("ulysses", ulysses), dense[2]), (("ulysses kv", own), dense[2]), (("tp_rep", rep),)
-    _check_chain(dense, dense[1:], dense[2:], hybrid, sparse, sparse[1:], *heads)
+    check_chain(dense, dense[1:], dense[2:], hybrid, sparse, sparse[1:], *heads, (("tp_x", tp_x),))
     views = {
         "pp": (pp * inner, inner),
         **_suffix_products(dp=dp, cp=cp, tp=tp),
         **_suffix_products(edp=inner // (ep * etp), ep=ep, etp=etp),
+        **_suffix_products(tp_y=tp // tp_x, tp_x=tp_x),
         **_suffix_products(tp_kv=tp // rep, tp_rep=rep),
         "dp_replicate": (inner, shard * cp * tp),
         "dp_shard": (shard * cp * tp, cp * tp),
@@ -248,37 +255,6 @@ def _suffix_products(**degrees: int) -> dict[str, tuple[int, int]]:
     """The (outer cut, inner cut) of each axis of a view that ends with the innermost rank."""
     cuts = [math.prod(list(degrees.values())[index:]) for index in range(len(degrees) + 1)]
     return dict(zip(degrees, pairwise(cuts), strict=True))
-
-
-def _check_degrees(**degrees: int | None) -> None:
-    """MeshError for the first degree that is not a positive integer."""
-    for name, degree in degrees.items():
-        if degree is not None and (type(degree) is not int or degree < 1):
-            raise MeshError(f"{name} = {degree!r} is not a degree; give {name} an integer of at least 1")
-
-
-def _kv_replicas(axes: str, degree: int, kv_heads: int | None) -> int:
-    """How many of the ranks that share out the heads hold the same KV head."""
-    if kv_heads is None or kv_heads % degree == 0:
-        return 1
-    if kv_heads < degree and degree % kv_heads == 0:
-        return degree // kv_heads
-    raise MeshError(
-        f"kv_heads = {kv_heads} and {axes} = {degree} do not divide one another; choose a {axes} that divides "
-        "kv_heads, or is a multiple of it"
-    )
-
-
-def _check_chain(*products: tuple[tuple[str, int], ...]) -> None:
-    """MeshError where two products of inner degrees cut the ranks so that neither cut refines the other."""
-    cuts = sorted((math.prod(degree for _, degree in product), product) for product in products)
-    for (low, inner), (high, outer) in pairwise(cuts):
-        if high % low:
-            first, second = (" x ".join(f"{n} {d}" for n, d in p if d > 1) for p in (outer, inner))
-            raise MeshError(
-                f"{first} = {high} ranks and {second} = {low} ranks do not divide one another, but both are "
-                "blocks of consecutive ranks; choose degrees so that one is a multiple of the other"
-            )
 
 
 def _refine(spans: dict[str, tuple[int, int]]) -> Mesh:

@@ -142,10 +142,10 @@ def _check_heads(model: Model, tp: int, ulysses: int) -> None:
             )
 
 
-def _check_dp_shard(dp_shard: int | None, dp: int) -> None:
-    """An inner size that was asked for, not only named by a strategy for whatever dp there is, must fit."""
-    if dp_shard is not None and dp % dp_shard:
-        raise MeshError(f"dp_shard = {dp_shard} does not divide dp = {dp}; choose one that divides it")
+def _check_part(name: str, part: int | None, axis: str, degree: int) -> None:
+    """An inner size that was asked for, not only named by a strategy for whatever degree there is, must fit."""
+    if part is not None and degree % part:
+        raise MeshError(f"{name} = {part} does not divide {axis} = {degree}; choose one that divides it")
 
 
 def _resharded(strategy: Strategy, dp: int, asked: bool) -> Strategy:
@@ -220,20 +220,22 @@ def resolve_request(
     built, origin = build_model(model, sizes, options=options, mtp=mtp)
     chosen = _strategy(strategy, built, changes)
     degrees = resolve_degrees({"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp}, gpus)
-    chosen.check_degrees(degrees)
+    chosen.check_degrees(degrees | {"tp_x": chosen.tp_x})
     _check_recomputation(built, chosen.recompute, changes.get("recompute") is not None)
     _check_experts(built, degrees)
     chosen.contexts.check(chosen.name, chosen.axes("seq"), attention)
     ulysses = chosen.contexts.ulysses(degrees["cp"])
     _check_heads(built, degrees["tp"], ulysses)
-    if changes.get("dp_shard") is not None:
-        _check_dp_shard(chosen.dp_shard, degrees["dp"])
+    for name, part, axis in (("dp_shard", chosen.dp_shard, "dp"), ("tp_x", chosen.tp_x, "tp")):
+        if changes.get(name) is not None:
+            _check_part(name, part, axis, degrees[axis])
     chosen = _resharded(chosen, degrees["dp"], changes.get("reshard_after_forward") is not None)
     values = built.values
     mesh = build_mesh(
         **degrees,
         dp_shard=_shard_degree(chosen, degrees["dp"]),
         kv_heads=values.get("kv_heads"),
+        tp_x=min(chosen.tp_x, degrees["tp"]),
         ulysses=ulysses,
     )
     batch, micro_batches = _micro_batches(batch, micro_batch, degrees["dp"])

@@ -24,7 +24,7 @@ from stage.recomputation import NO_RECOMPUTATION, Recomputation, parse_recomputa
 __all__ = ["AXES", "DIMS", "MESH", "SCHEDULES", "Strategy", "parse_strategy"]
 
 MESH = ("pp", "dp", "cp", "tp")
-AXES = ("dp", "cp", "tp", "edp", "ep", "etp")
+AXES = ("dp", "cp", "tp", "tp_y", "tp_x", "edp", "ep", "etp")
 DIMS = (
     "heads",
     "kv_heads",
@@ -36,6 +36,7 @@ DIMS = (
     "slots",  # token slots of the experts, after dispatch
     "batch",
     "seq",
+    "d_model",
 )
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 ALLTOALL = ("collective", "p2p")
@@ -71,6 +72,7 @@ class Strategy:
     overlap_grad: bool = False  # a bucket's gradients are reduced as soon as they are complete
     bucket_size: int = 0  # elements of a gradient bucket; 0 is one bucket
     dp_shard: int | None = None  # inner size of dp within which parameters are sharded; None is all of dp
+    tp_x: int = 1  # inner size of tp = tp_y x tp_x, over which d_model may be sharded
     fuse: bool = False  # q, k, v and gate, up are one matrix multiplication each
     reshard_after_forward: bool | int = (
         True  # zero 3: False keeps what forward gathered, a number shards it over as many
@@ -270,6 +272,7 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "overlap_grad": _flag,
     "bucket_size": _integer(0),
     "dp_shard": _integer(1),
+    "tp_x": _integer(1),
     "reshard_after_forward": _reshard,
     "context": _context,
     "prefetch": _integer(0),

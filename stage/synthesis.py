@@ -22,6 +22,7 @@ from stage.passes.overlap import overlap
 from stage.passes.recompute import recompute
 from stage.passes.ring import circulate, expand_ring
 from stage.passes.shard import rest_layout, shard
+from stage.passes.unfuse import unfuse
 from stage.pipeline.schedules import get_schedule
 from stage.pipeline.stages import Unit, cut
 from stage.request import Request, resolve_request
@@ -75,7 +76,7 @@ def differentiated_block(request: Request, block: Block) -> Differentiated:
     """A block's forward and backward graphs on the request's mesh, where nothing is recomputed."""
     mesh, strategy = request.mesh, request.strategy
     sizes = symbol_values(request)
-    whole = request.model.graph(block)
+    whole = unfuse(request.model.graph(block), request.table, mesh)
     if strategy.contexts.circulates:
         whole = circulate(whole)
     graph = shard(fuse(whole) if strategy.fuse else whole, request.table, mesh, sizes)
@@ -89,11 +90,8 @@ def differentiated_block(request: Request, block: Block) -> Differentiated:
 def _finished(request: Request, both: Differentiated, *, again: bool) -> Differentiated:
     """A block's graphs as they are run: in chunks as asked, and recomputed if `again`."""
     strategy = request.strategy
-    if again:
-        both = recompute(both, strategy.recompute)
-    if strategy.tp_overlap_chunks > 1:
-        both = chunk_both(both, strategy.tp_overlap_chunks, request.mesh, symbol_values(request))
-    return both
+    both = recompute(both, strategy.recompute) if again else both
+    return chunk_both(both, strategy.tp_overlap_chunks, request.mesh, symbol_values(request))
 
 
 def symbol_values(request: Request) -> dict[str, int]:
@@ -154,7 +152,8 @@ def _kinds(request: Request, stages: list[list[Unit]], concrete: Concrete) -> Ki
     plain = {block: differentiated_block(request, block) for block in blocks}
     kinds: Kinds = {}
     for block, again in dict.fromkeys(unit.kind for units in stages for unit in units):
-        kinds[block, again] = _kind(request, block, _finished(request, plain[block], again=again), concrete)
+        both = _finished(request, plain[block], again=again)
+        kinds[block, again] = _kind(request, block, both, concrete)
     return kinds
 
 

@@ -174,6 +174,59 @@ def norm_backward(call: Call) -> list[Floats]:
     ]
 
 
+def norm_sums(call: Call) -> list[Floats]:
+    x = call.operands[0]
+    axis = x.names.index(call.attrs["over"])
+    squares = (x.value**2).sum(axis)
+    return [squares if call.attrs["kind"] == "rms" else np.stack([x.value.sum(axis), squares], -1)]
+
+
+def norm_sums_backward(call: Call) -> list[Floats]:
+    ds, x, *added = call.operands
+    axis = x.names.index(call.attrs["over"])
+    if call.attrs["kind"] == "rms":
+        dx = 2 * x.value * np.expand_dims(ds.value, axis)
+    else:
+        dx = np.expand_dims(ds.value[..., 0], axis) + 2 * x.value * np.expand_dims(ds.value[..., 1], axis)
+    return [dx + sum(y.value for y in added)]
+
+
+def _scale(call: Call, x: Local, sums: Local) -> tuple[Floats, Floats]:
+    """The mean and the reciprocal deviation of each row, from its sums over the whole dim."""
+    n, axis = call.sizes[call.attrs["over"]], x.names.index(call.attrs["over"])
+    if call.attrs["kind"] == "rms":
+        mean, square = np.zeros(sums.shape), sums.value / n
+    else:
+        mean, square = sums.value[..., 0] / n, sums.value[..., 1] / n
+    scale = 1 / np.sqrt(square - mean**2 + EPSILON)
+    return np.expand_dims(mean, axis), np.expand_dims(scale, axis)
+
+
+def norm_scale(call: Call) -> list[Floats]:
+    x, sums, *weights = call.operands
+    mean, scale = _scale(call, x, sums)
+    wide = [aligned(w.value, w.names, x.names) for w in weights]
+    return [(x.value - mean) * scale * wide[0] + (wide[1] if len(wide) > 1 else 0)]
+
+
+def norm_scale_backward(call: Call) -> list[Floats]:
+    """With sums held fixed for dx; ds is the derivative by the sums."""
+    dy, x, sums, w = call.operands
+    n, axis = call.sizes[call.attrs["over"]], x.names.index(call.attrs["over"])
+    mean, scale = _scale(call, x, sums)
+    g = dy.value * aligned(w.value, w.names, x.names)
+    hat = (x.value - mean) * scale
+    by_scale = (g * (x.value - mean)).sum(axis, keepdims=True)  # a part of the sum, where the dim is sharded
+    by_variance = by_scale * -0.5 * scale**3
+    by_square = by_variance / n
+    by_sum = (-(g * scale).sum(axis, keepdims=True) - 2 * mean * by_variance) / n
+    ds = by_square.squeeze(axis)
+    if call.attrs["kind"] == "layer":
+        ds = np.stack([by_sum.squeeze(axis), ds], -1)
+    parts = [reduced(part, x.names, w.names) for part in (dy.value * hat, dy.value)]
+    return [g * scale, ds, *parts][: len(call.results)]
+
+
 def rope(call: Call) -> list[Floats]:
     """A rotation of the two halves of the last dim by an angle that grows with the position; backward, its inverse."""
     x = call.operands[0]
@@ -327,5 +380,6 @@ KERNELS: Mapping[str, Callable[[Call], list[Floats]]] = {
         *(attention, attention_backward, attention_softmax, attention_softmax_backward, pointwise, split),
         *(attention_merge, cast),
         *(pointwise_backward, add, reduce, dropout, dropout_backward, chunk, join_chunks),
+        *(norm_sums, norm_sums_backward, norm_scale, norm_scale_backward),
     )
 } | {"split_backward": split}

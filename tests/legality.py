@@ -44,9 +44,16 @@ LINEAR_IN_FIRST = frozenset(
         ),
         *("attention_softmax_backward", "pointwise_backward", "embedding_backward", "loss_backward"),
         *("softmax_backward", "target_backward", "route_backward", "permute_tokens", "unpermute_tokens"),
+        *("norm_sums_backward", "norm_scale_backward"),
     }
 )
-FIXED_OPERANDS = {"reduce": 1, "embedding_backward": 2, "target_backward": 2, "contract": 2}
+FIXED_OPERANDS = {
+    "reduce": 1,
+    "embedding_backward": 2,
+    "target_backward": 2,
+    "contract": 2,
+    "norm_sums_backward": 2,
+}
 """How many operands an op has before those that are added to its result."""
 
 

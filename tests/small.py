@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, int]] = {
     | {"kv_heads": 4, "first_k_dense": 1, "d_ff": 64, "shared_d_ff": 64},
 }
 
-STRATEGIES = ("ddp", "fsdp", "hsdp", "megatron", "megatron_sp", "megatron_moe")
+STRATEGIES = ("ddp", "fsdp", "hsdp", "megatron", "megatron_sp", "megatron_moe", "tp_2d")
 
 PRESETS = ("deepseek_v3", "gpt3_175b", "llama3_405b", "torchtitan", "zero2")
 """Strategies of published jobs: their layouts are those of the strategies above."""
@@ -55,7 +55,7 @@ MESHES: tuple[dict[str, int], ...] = (
 
 def request(model: str, strategy: str | Strategy, **options: Any) -> Request:
     """A job of a small model; the batch is one sequence for each of its data-parallel ranks unless given."""
-    sizes = MODELS[model] | (options.pop("sizes", None) or {})
+    sizes = MODELS[model] | dict(options.pop("sizes", None) or {})
     return resolve_request(model, strategy, sizes=sizes, **{"vocab_multiple": 8} | options)
 
 

@@ -56,7 +56,7 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
     placement = tmp_path / "placement"
     placement.write_text("1 0")
     line = (
-        "synth llama3-8b --strategy fsdp --gpus 8 --dp 2 --tp 2 --pp 2 --cp 1 --ep 2 --etp 1 --vpp 2 --dp-shard 2 "
+        "synth llama3-8b --strategy fsdp --gpus 8 --dp 2 --tp 2 --pp 2 --cp 1 --ep 2 --etp 1 --vpp 2 --dp-shard 2 --tp-x 2 "
         "--batch 16 --micro-batch 2 --seq 128 --schedule gpipe --zero 1 --recompute full "
         "--context-balance none --stage-layers 3,2x2 "
         "--grad-reduce microbatch --dtype fp16 --grad-dtype bf16 --no-clip --vocab-multiple 64 --dropout --steps 2 "
@@ -80,6 +80,7 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "etp": 1,
         "vpp": 2,
         "dp_shard": 2,
+        "tp_x": 2,
         "context": "ring",
         "batch": 16,
         "micro_batch": 2,

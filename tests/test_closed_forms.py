@@ -32,7 +32,7 @@ def job(shape: dict[str, int], model: str = "llama3-8b", **options: Any) -> Trac
         "head_dim": d_model // 8,
         "vocab": 64,
     }
-    sizes |= {"d_ff": 96} if model == "llama3-8b" else {"experts": 8, "top_k": 2, "expert_d_ff": 48}
+    sizes |= {"experts": 8, "top_k": 2, "expert_d_ff": 48} if model == "mixtral-8x7b" else {"d_ff": 96}
     options.setdefault("batch", shape["micro_batch"] * dp)
     return stage.synthesize(
         model, options.pop("strategy", "megatron"), sizes=sizes | options.pop("sizes", {}), seq=shape["seq"],

@@ -15,6 +15,7 @@ STRATEGIES = sorted((ROOT / "parallelism").glob("*.toml"))
 LEVELS = (
     ("errors",),
     ("symbols",),
+    ("degrees",),
     ("expert_load", "load_option"),
     ("mesh",),
     ("layout",),

@@ -32,6 +32,10 @@ SPARSE = ("pp", "edp", "ep", "etp")
         ({"dp": 8, "dp_shard": 1}, [("dp", 8)]),
         ({"dp": 16, "dp_shard": 8, "ep": 4}, [("dp_replicate", 2), ("dp_2", 2), ("ep", 4)]),
         ({"tp": 8, "kv_heads": 2}, [("tp_kv", 2), ("tp_rep", 4)]),
+        ({"tp": 8, "tp_x": 2}, [("tp_y", 4), ("tp_x", 2)]),
+        ({"tp": 8, "tp_x": 8}, [("tp", 8)]),
+        ({"tp": 8, "tp_x": 4, "kv_heads": 2}, [("tp_y", 2), ("tp_x", 4)]),
+        ({"tp": 8, "tp_x": 4, "kv_heads": 4}, [("tp_y", 2), ("tp_2", 2), ("tp_rep", 2)]),
         ({"tp": 8, "kv_heads": 1}, [("tp", 8)]),
         ({"tp": 8, "kv_heads": 32}, [("tp", 8)]),
         ({"dp": 2, "tp": 4, "kv_heads": 2, "ep": 8}, [("dp", 2), ("tp_kv", 2), ("tp_rep", 2)]),
@@ -74,6 +78,8 @@ def test_axes_name_runs_of_atoms() -> None:
         "edp": ("edp",),
         "ep": ("dp_shard", "cp", "tp_kv"),
         "etp": ("etp",),
+        "tp_y": ("tp_kv", "etp"),
+        "tp_x": (),
         "tp_kv": ("tp_kv",),
         "tp_rep": ("etp",),
         "dp_replicate": ("edp",),
@@ -186,6 +192,7 @@ def test_groups_of_many_ranks_are_fast() -> None:
             "ep x etp = 3 does not divide dp x cp x tp = 4, the ranks that share the experts; "
             "choose an ep x etp that divides it",
         ),
+        ({"tp": 6, "tp_x": 4}, "tp_x = 4 does not divide tp = 6; choose a tp_x that divides it"),
         ({"dp": 6, "dp_shard": 4}, "dp_shard = 4 does not divide dp = 6; choose a dp_shard that divides it"),
         (
             {"tp": 8, "kv_heads": 3},
@@ -226,7 +233,7 @@ def test_unknown_and_repeated_names() -> None:
         mesh.degree("sp")
     assert str(caught.value) == (
         "axis 'sp' is not in the mesh; "
-        "use one of pp dp cp tp edp ep etp tp_kv tp_rep dp_replicate dp_shard world dp_2"
+        "use one of pp dp cp tp edp ep etp tp_y tp_x tp_kv tp_rep dp_replicate dp_shard world dp_2"
     )
     with pytest.raises(MeshError) as caught:
         mesh.expand(["dp", "ep"])

@@ -78,6 +78,13 @@ def test_chunked_blocks_compute_what_unsharded_ones_do(
     assert split >= 10
 
 
+def test_two_dimensions_of_tensor_parallelism_are_chunked_too() -> None:
+    """Here a gather along the hidden size and the reduction after it stand next to one product."""
+    done = compare("llama3-8b", "tp_2d", {"tp": 4}, tp_x=2, tp_overlap_chunks=2)
+    split = names(layer(done).forward)
+    assert {"mlp.norm.all_gather.chunk1", "mlp.gate_proj.reduce_scatter.chunk1"} <= set(split)
+
+
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_weights_that_are_not_fused_are_chunked_too(chunks: int, fuse: bool) -> None:

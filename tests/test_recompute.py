@@ -8,6 +8,7 @@ import pytest
 import stage
 from stage.errors import StrategyError
 from stage.recomputation import MODULES, parse_recomputation
+from stage.trace.node import NodeType
 from stage.traceset import TraceSet
 from stage.verification import verify_set
 from tests.small import MODELS, request
@@ -84,6 +85,22 @@ def test_selective_is_the_attention_core() -> None:
     for attention in ("fused", "unfused"):
         sets = [traces("llama3-8b", p, attention=attention) for p in ("selective", "ops:core_attn")]
         assert sets[0].rank(0) == sets[1].rank(0)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "ops:attention"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_attention_that_is_recomputed_sends_its_blocks_round_again(cp: int, policy: str) -> None:
+    found = traces("llama3-8b", policy, cp=cp, context="ring", sizes={"heads": 8, "kv_heads": 4})
+    assert verify_set(found).ok
+    forward, repeated = (
+        sum(
+            ".kv" in n.name and n.type == NodeType.COMM_SEND
+            for n in found.nodes(0)
+            if n.get("phase") == phase
+        )
+        for phase in ("forward", "recompute")
+    )
+    assert forward == repeated == (cp - 1) * LAYERS // 2 * MICRO_BATCHES
 
 
 def test_layers_of_two_kinds_are_each_recomputed_or_not() -> None:

@@ -50,7 +50,7 @@ def test_what_is_omitted_has_its_default() -> None:
         (
             "shedule = '1f1b'" + SHARD,
             "mine.toml: unknown key 'shedule' (did you mean 'schedule'?); known keys: title, source, mesh, shard, "
-            "schedule, vpp, recompute, zero, regather, overlap_grad, bucket_size, dp_shard, reshard_after_forward, context, prefetch, grad_reduce, context_balance, bucket_first_stage, "
+            "schedule, vpp, recompute, zero, regather, overlap_grad, bucket_size, dp_shard, tp_x, reshard_after_forward, context, prefetch, grad_reduce, context_balance, bucket_first_stage, "
             "tp_overlap_chunks, moe_shared_expert_overlap, streams, fuse, "
             "expert_load, seed, capacity_factor, pad_to_capacity, alltoall, default_for",
         ),
@@ -58,11 +58,11 @@ def test_what_is_omitted_has_its_default() -> None:
         (
             "[shard]\nhead = ['tp']",
             "mine.toml: shard: unknown dim 'head' (did you mean 'heads'?); known: heads, kv_heads, d_ff, "
-            "shared_d_ff, vocab, experts, expert_d_ff, slots, batch, seq",
+            "shared_d_ff, vocab, experts, expert_d_ff, slots, batch, seq, d_model",
         ),
         (
             "[shard]\nheads = ['tpp']",
-            "mine.toml: shard: heads: unknown axis 'tpp' (did you mean 'tp'?); known: dp, cp, tp, edp, ep, etp",
+            "mine.toml: shard: heads: unknown axis 'tpp' (did you mean 'tp'?); known: dp, cp, tp, tp_y, tp_x, edp, ep, etp",
         ),
         (
             "[shard]\nheads = 'tp'",
@@ -139,7 +139,7 @@ def test_unknown_name_lists_the_known_ones() -> None:
     assert str(caught.value) == (
         "unknown strategy 'megatron_spp' (did you mean megatron_sp or megatron or megatron_moe?); "
         "known: ddp, deepseek_v3, fsdp, gpt3_175b, hsdp, llama3_405b, megatron, megatron_moe, megatron_sp, torchtitan, "
-        "zero2; the path of a .toml file works as well"
+        "tp_2d, zero2; the path of a .toml file works as well"
     )
 
 

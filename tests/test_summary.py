@@ -400,3 +400,12 @@ def test_one_rank_in_detail(traces: stage.TraceSet) -> None:
     }  # fmt: skip
     with pytest.raises(TraceError, match="rank 8 is not one of the 8 ranks"):
         trace_summary(traces, rank=8)
+
+
+def test_layers_that_stages_can_not_share_are_refused_as_in_synthesis() -> None:
+    with pytest.raises(StageError) as shown:
+        model_summary("llama3-8b", pp=5)
+    with pytest.raises(StageError) as synthesized:
+        stage.synthesize("llama3-8b", pp=5)
+    assert str(shown.value) == str(synthesized.value)
+    assert "32 layers" in str(shown.value)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from stage.cli.options import Attention, Batch, Mask, Mtp, Seq, Sizes, StrategyName
+from stage.cli.overlap import OverlapChunks, SharedOverlap, Streams
 from stage.cli.parse import parse_reshard, parse_sizes, parse_stage_layers, read_placement
 
 __all__ = ["JobOptions", "takes_job"]
@@ -33,6 +34,9 @@ Vpp = Annotated[
     int | None, _degree("--vpp", "Virtual pipeline stages a rank; by default the schedule's least.")
 ]
 DpShard = Annotated[int | None, _degree("--dp-shard", "Inner size of dp that shards (HSDP).")]
+TpX = Annotated[
+    int | None, _degree("--tp-x", "Inner size of tp that shards d_model (2-D tensor parallelism).")
+]
 Placement = Annotated[
     Path | None,
     typer.Option(
@@ -163,33 +167,6 @@ VocabMultiple = Annotated[
 Steps = Annotated[
     int, typer.Option("--steps", min=1, metavar="N", help="Training steps.", rich_help_panel=STEP)
 ]
-OverlapChunks = Annotated[
-    int | None,
-    typer.Option(
-        "--overlap-chunks",
-        min=1,
-        metavar="N",
-        help="Split collectives next to matrix multiplications in so many chunks that overlap.",
-        rich_help_panel=STEP,
-    ),
-]
-SharedOverlap = Annotated[
-    bool | None,
-    typer.Option(
-        "--moe-shared-expert-overlap/--no-moe-shared-expert-overlap",
-        help="Run shared experts while tokens are dispatched to the others.",
-        rich_help_panel=STEP,
-    ),
-]
-Streams = Annotated[
-    str | None,
-    typer.Option(
-        "--streams",
-        metavar="single|per-axis",
-        help="Communication one after another, or on a stream for each set of axes.",
-        rich_help_panel=STEP,
-    ),
-]
 ExpertLoad = Annotated[
     str | None,
     typer.Option(
@@ -249,6 +226,7 @@ class JobOptions:
     etp: Etp = 1
     vpp: Vpp = None
     dp_shard: DpShard = None
+    tp_x: TpX = None
     placement: Placement = None
     micro_batch: MicroBatch = 1
     schedule: Schedule = None

@@ -35,6 +35,13 @@ def _token_factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Ten
     return Factors(tuple(_names(t) for t in inputs), tuple(_names(t) for t in outputs))
 
 
+def _moved_factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Factors:
+    """A token moves whole, so that its slots are on the same device as those of its probabilities."""
+    names = _token_factors(attrs, inputs, outputs)
+    hidden = {dim for t in (inputs[0], outputs[0]) for dim in _names(t) if isinstance(dim, str)} - {*TOKENS}
+    return Factors(names.operands, names.results, fixed=frozenset(hidden))
+
+
 def _route_infer(attrs: Attrs, inputs: Sequence[Tensor]) -> list[tuple[tuple[Dim, ...], str]]:
     rows = inputs[0].dims[:-1]
     chosen = (*rows, Dim("top_k", attrs["top_k"]))
@@ -92,10 +99,10 @@ def _unpermute_transpose(tape: Tape, node: Any) -> None:
 
 
 PERMUTE = register(
-    Op("permute_tokens", _given, _permute_transpose, _moved, factors=_token_factors, bytes=_bytes)
+    Op("permute_tokens", _given, _permute_transpose, _moved, factors=_moved_factors, bytes=_bytes)
 )
 UNPERMUTE = register(
-    Op("unpermute_tokens", _given, _unpermute_transpose, _moved, factors=_token_factors, bytes=_bytes)
+    Op("unpermute_tokens", _given, _unpermute_transpose, _moved, factors=_moved_factors, bytes=_bytes)
 )
 COUNT_TOKENS = register(Op("count_tokens", _given, None, _counted, factors=_token_factors))
 

@@ -180,7 +180,9 @@ def chunk(graph: Graph, count: int, mesh: Mesh, sizes: Mapping[str, int]) -> Gra
 
 
 def chunk_both(block: Differentiated, count: int, mesh: Mesh, sizes: Mapping[str, int]) -> Differentiated:
-    """A block with both of its graphs in chunks; tensors that pass between them are whole."""
+    """A block with both of its graphs in chunks; tensors that pass between them are whole. One is the block itself."""
+    if count == 1:
+        return block
     ahead, behind = (chunk(graph, count, mesh, sizes) for graph in (block.forward, block.backward))
     return replace(block, forward=ahead, backward=behind)
 

@@ -9,7 +9,7 @@ On an axis that an op does not use at all its operands are invariant (one comput
 another part of the same axis they are replicated, for then each device does its own share of one operation.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,7 +22,7 @@ from stage.reshard import Step, plan_reshard
 from stage.symbols import evaluate
 from stage.tensor import Tensor
 
-__all__ = ["Table", "rest_layout", "shard"]
+__all__ = ["Table", "axes_of", "rest_layout", "shard"]
 
 Table = Sequence[tuple[str, Sequence[str]]]
 """dim -> axes, in order of priority."""
@@ -91,6 +91,11 @@ def _within(
 
 def freeze_table(table: Table) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((dim, tuple(axes)) for dim, axes in table)
+
+
+def axes_of(dims: Iterable[str], table: Table, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
+    """The axes (as atoms of the mesh) that each dim of an op with these dims takes; none for those not named."""
+    return _assign(frozenset(dims), frozenset(), freeze_table(table), mesh).axes
 
 
 def rest_layout(tensor: Tensor, table: Table, mesh: Mesh, sizes: Mapping[str, int]) -> Layout:

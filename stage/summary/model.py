@@ -11,6 +11,7 @@ from stage.counting import count_block_flops, count_block_parameters, count_para
 from stage.errors import StageError
 from stage.graph import Options
 from stage.model import Model, SizeValue
+from stage.pipeline.stages import cut
 from stage.request import Request, resolve_degrees, resolve_request
 from stage.sizes import build_model
 from stage.strategy import Strategy
@@ -59,6 +60,7 @@ def model_summary(
         return report
     shape = {"seq": seq, "mask": mask, "attention": attention, "mtp": mtp, "sizes": sizes or None}
     request = _request(target, model, strategy, {**shape, **given})
+    cut(request.model, request.pipeline, request.stage_layers)  # refuses layers that stages can not share
     return {**report, "closed_forms": closed_forms(request)}
 
 
@@ -99,7 +101,7 @@ def _request(
     """The job of these options, or where they have no degrees one in which every axis of the strategy has a degree."""
     if isinstance(strategy, str | Path):
         strategy = load_strategy(strategy)
-    if isinstance(strategy, Strategy) and not options.keys() & {*AXES, "gpus", "dp_shard"}:
+    if isinstance(strategy, Strategy) and not options.keys() & {*AXES, "gpus", "dp_shard", "tp_x"}:
         options |= _example(strategy, model)
     given = {axis: options.get(axis, None if axis == "dp" else 1) for axis in AXES}
     degrees = resolve_degrees(given, options.get("gpus"))
@@ -116,6 +118,8 @@ def _example(strategy: Strategy, model: Model) -> dict[str, int]:
     """
     used = {axis for _, axes in strategy.shard for axis in axes}
     degrees: dict[str, int] = {axis: 2 for axis in ("cp", "tp") if axis in used and axis in strategy.mesh}
+    if strategy.tp_x > 1:
+        degrees["tp"] = gcd(model.values.get("heads", 1), 2 * strategy.tp_x)
     degrees["dp"] = 4 if "ep" in used or strategy.dp_shard is not None else 2
     if strategy.dp_shard is not None:
         degrees["dp_shard"] = 2
