@@ -9,6 +9,8 @@ from stage.request import Request
 
 __all__ = ["describe"]
 
+PRECISION = ("fp8", "fp8_param_gather", "fp8_dispatch")
+
 
 def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
     """The inputs and what they resolved to, for the manifest."""
@@ -49,6 +51,7 @@ def describe(request: Request, stages: list[list[Unit]]) -> dict[str, Any]:
         **({} if strategy.context == "all_gather" else {"context": strategy.context}),
         **({} if strategy.context_balance == "zigzag" else {"context_balance": strategy.context_balance}),
         **_loads(request),
+        **({key: getattr(strategy, key) for key in PRECISION} if strategy.fp8 != "none" else {}),
     }
 
 

@@ -79,11 +79,7 @@ class Mesh:
         return _expand(self, (names,) if isinstance(names, str) else tuple(names))
 
     def parent(self, atom: str) -> str:
-        """The dense axis (pp dp cp tp) that the atom belongs to.
-
-        >>> build_mesh(tp=4, kv_heads=2).parent("tp_rep")
-        'tp'
-        """
+        """The dense axis (pp dp cp tp) that the atom belongs to: `tp` for `tp_rep`."""
         return next(axis for axis, atoms in self.axes if axis in _DENSE and self.expand(atom)[0] in atoms)
 
     def siblings(self, atom: str) -> tuple[str, ...]:
@@ -145,11 +141,7 @@ class Mesh:
         return _groups(self, self.expand(names))
 
     def group_index(self, names: Iterable[str] | str, rank: int) -> int:
-        """The row of `groups(names)` that holds `rank`, without building the table.
-
-        >>> build_mesh(dp=2, tp=2).group_index(["dp"], 3)
-        1
-        """
+        """The row of `groups(names)` that holds `rank`, without building the table."""
         used = self.expand(names)
         return self.index((atom for atom in self.names if atom not in used), self.coordinates(rank))
 

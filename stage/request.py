@@ -17,6 +17,7 @@ from stage.model import Model, SizeValue
 from stage.passes.shard import Table
 from stage.pipeline.schedule import Pipeline
 from stage.pipeline.schedules import plan_pipeline
+from stage.precision import check_use
 from stage.recomputation import MODULES, Recomputation
 from stage.sizes import build_model
 from stage.strategy import Strategy
@@ -226,6 +227,7 @@ def resolve_request(
     chosen.contexts.check(chosen.name, chosen.axes("seq"), attention)
     ulysses = chosen.contexts.ulysses(degrees["cp"])
     _check_heads(built, degrees["tp"], ulysses)
+    check_use(chosen.fp8, dtype, built.name, dispatch=chosen.fp8_dispatch and not built.moe)
     for name, part, axis in (("dp_shard", chosen.dp_shard, "dp"), ("tp_x", chosen.tp_x, "tp")):
         if changes.get(name) is not None:
             _check_part(name, part, axis, degrees[axis])

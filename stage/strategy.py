@@ -19,6 +19,7 @@ from typing import Any
 from stage.context import Context, parse_context
 from stage.errors import StrategyError
 from stage.load_option import BALANCED, check_expert_load
+from stage.precision import FP8_RECIPES, check_precision
 from stage.recomputation import NO_RECOMPUTATION, Recomputation, parse_recomputation
 
 __all__ = ["AXES", "DIMS", "MESH", "SCHEDULES", "Strategy", "parse_strategy"]
@@ -92,6 +93,9 @@ class Strategy:
     capacity_factor: float | None = None  # an expert drops what exceeds so many times its balanced share
     pad_to_capacity: bool = False  # every expert computes its capacity, whatever it got
     alltoall: str = "collective"  # or "p2p": its pairwise sends and receives
+    fp8: str = "none"  # recipe by which products with weights are computed in 8 bits
+    fp8_param_gather: bool = False  # such weights are stored and gathered over data parallel ranks in 8 bits
+    fp8_dispatch: bool = False  # tokens and their gradients are sent to experts in 8 bits
     default_for: tuple[str, ...] = ()  # architectures that take this strategy when none is named
 
     def __post_init__(self) -> None:
@@ -101,6 +105,9 @@ class Strategy:
                     f"strategy {self.name}: [shard] uses {axis}, which is not in mesh = {list(self.mesh)}; "
                     "add it there"
                 )
+        check_precision(
+            f"strategy {self.name}", self.fp8, self.zero, stored=self.fp8_param_gather, sent=self.fp8_dispatch
+        )
         if self.zero < 3 and (self.reshard_after_forward is not True or self.prefetch != 1):
             key = "prefetch" if self.prefetch != 1 else "reshard_after_forward"
             raise StrategyError(
@@ -288,5 +295,8 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "capacity_factor": _factor,
     "pad_to_capacity": _flag,
     "alltoall": _choice(ALLTOALL),
+    "fp8": _choice(FP8_RECIPES),
+    "fp8_param_gather": _flag,
+    "fp8_dispatch": _flag,
     "default_for": _names(ARCHITECTURES, "architecture"),
 }

@@ -5,30 +5,24 @@ model -> graph of each kind of block -> sharded -> differentiated -> recomputati
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from stage.block_graphs import differentiated_block, finished_block, sharded_block, symbol_values
 from stage.describe import describe
 from stage.errors import StrategyError
 from stage.model import Block, Model
-from stage.passes.backward import Differentiated, differentiate
+from stage.passes.backward import Differentiated
 from stage.passes.check_overlap import check_overlap
-from stage.passes.chunk import chunk_both
-from stage.passes.fuse import fuse
-from stage.passes.overlap import overlap
-from stage.passes.recompute import recompute
-from stage.passes.ring import circulate, expand_ring
-from stage.passes.shard import rest_layout, shard
-from stage.passes.unfuse import unfuse
+from stage.passes.shard import rest_layout
 from stage.pipeline.schedules import get_schedule
 from stage.pipeline.stages import Unit, cut
+from stage.precision import FP8
 from stage.request import Request, resolve_request
 from stage.strategy import Strategy
-from stage.symbols import dtype_bytes, size
-from stage.tensor import Dim, Tensor
+from stage.symbols import dtype_bytes
 from stage.trace.buckets import Bucket, plan_buckets
 from stage.trace.capacity import check_capacity, check_tags
 from stage.trace.concrete import Concrete
@@ -43,7 +37,7 @@ from stage.trace.routing import Routing, make_routing
 from stage.trace.stage_program import stage_program
 from stage.traceset import Job, TraceSet
 
-__all__ = ["sharded_block", "synthesize"]
+__all__ = ["differentiated_block", "job", "sharded_block", "symbol_values", "synthesize"]
 
 
 def synthesize(
@@ -67,47 +61,12 @@ Kinds = dict[tuple[Block, bool], BlockKind]
 """By the block, and whether it is recomputed."""
 
 
-def sharded_block(request: Request, block: Block) -> Differentiated:
-    """A block's forward and backward graphs on the request's mesh; a layer's with recomputation as asked."""
-    return _finished(request, differentiated_block(request, block), again=block in request.model.layers)
-
-
-def differentiated_block(request: Request, block: Block) -> Differentiated:
-    """A block's forward and backward graphs on the request's mesh, where nothing is recomputed."""
-    mesh, strategy = request.mesh, request.strategy
-    sizes = symbol_values(request)
-    whole = unfuse(request.model.graph(block), request.table, mesh)
-    if strategy.contexts.circulates:
-        whole = circulate(whole)
-    graph = shard(fuse(whole) if strategy.fuse else whole, request.table, mesh, sizes)
-    graph = overlap(graph) if strategy.moe_shared_expert_overlap else graph
-    both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
-    if strategy.moe_shared_expert_overlap:
-        both = replace(both, backward=overlap(both.backward))
-    return expand_ring(both, mesh, sizes, consecutive=strategy.context_balance == "none")
-
-
-def _finished(request: Request, both: Differentiated, *, again: bool) -> Differentiated:
-    """A block's graphs as they are run: in chunks as asked, and recomputed if `again`."""
-    strategy = request.strategy
-    both = recompute(both, strategy.recompute) if again else both
-    return chunk_both(both, strategy.tp_overlap_chunks, request.mesh, symbol_values(request))
-
-
-def symbol_values(request: Request) -> dict[str, int]:
-    """A value for every size symbol; `sources` is how many parts the slots of an expert come from."""
-    tokens = Tensor("tokens", (Dim("batch", size("batch")), Dim("seq", size("seq"))))
-    values, mesh = dict(request.sizes), request.mesh
-    rest = rest_layout(tokens, request.table, mesh, values)
-    parts = {*rest.sharding, *mesh.expand(request.strategy.axes("slots"))}
-    return values | {"sources": mesh.degree(parts)}
-
-
 def job(request: Request) -> Job:
     """Everything a trace set needs, computed once for each kind of block and each stage."""
     model, mesh = request.model, request.mesh
     dtypes = {"compute": request.dtype, "gradient": request.grad_dtype, "parameter": request.param_dtype}
-    widths = {use: dtype_bytes(dtype) for use, dtype in dtypes.items()}
+    widths = {name: dtype_bytes(name) for name in (FP8, "uint8")}
+    widths |= {use: dtype_bytes(dtype) for use, dtype in dtypes.items()}
     check_capacity(
         ranks=mesh.world,
         layers=len(model.layers),
@@ -152,7 +111,7 @@ def _kinds(request: Request, stages: list[list[Unit]], concrete: Concrete) -> Ki
     plain = {block: differentiated_block(request, block) for block in blocks}
     kinds: Kinds = {}
     for block, again in dict.fromkeys(unit.kind for units in stages for unit in units):
-        both = _finished(request, plain[block], again=again)
+        both = finished_block(request, plain[block], again=again)
         kinds[block, again] = _kind(request, block, both, concrete)
     return kinds
 
@@ -238,6 +197,7 @@ def _step_plan(request: Request, kinds: Kinds, widths: Mapping[str, int], concre
         reshard=reshard,
         data=tuple(sorted({p.data for kind in kinds.values() for p in kind.parameters})),
         streams=strategy.streams,
+        delayed_scaling=strategy.fp8 == "delayed",
         mesh=mesh,
         widths=widths,
     )

@@ -19,6 +19,7 @@ from stage.mesh import Mesh
 from stage.model import Block
 from stage.ops import get_op
 from stage.passes.backward import differentiate
+from stage.passes.ring import circulate
 from stage.passes.shard import Table
 from stage.passes.unfuse import unfuse
 from stage.request import Request
@@ -28,11 +29,15 @@ from stage.tensor import Tensor
 from tests.small import request as small
 
 
-def taken(names: frozenset[str], table: Table, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """The axes of each dim of an op that has these dims: down the table, those that no dim above has taken."""
+def taken(names: frozenset[str], table: Table, mesh: Mesh, name: str) -> dict[str, tuple[str, ...]]:
+    """The axes of each dim of an op of this name that has these dims: down the table, those that no dim above has taken.
+
+    A row `scope.dim` is one of `dim` for ops within that scope.
+    """
     free, found = set(mesh.names), dict[str, tuple[str, ...]]()
-    for dim, axes in table:
-        if dim in names:
+    for row, axes in table:
+        scope, _, dim = row.rpartition(".")
+        if dim in names and dim not in found and (not scope or scope in name.split(".")):
             found[dim] = tuple(atom for atom in mesh.expand(axes) if atom in free)
             free -= {*found[dim]}
     return found
@@ -85,7 +90,7 @@ def work(asked: Request) -> int:
     ranks, total = mesh.world // asked.degrees["pp"], 0
     for block in asked.model.blocks:
         for phase, name, form, dims in table[block.kind]:
-            axes = taken(dims, asked.table, mesh)
+            axes = taken(dims, asked.table, mesh, name)
             split = prod(mesh.degree(divisible(asked, dim, atoms)) for dim, atoms in axes.items())
             layer = block in asked.model.layers and recomputed(asked, name)
             runs = 1 + (layer and phase == "forward")
@@ -132,7 +137,7 @@ def weights(asked: Request, block: Block) -> Iterator[Weight]:
     for tensor in graph.parameters:
         node = readers[tensor.name][0]
         dims, operands = dims_of(graph, node)
-        axes = taken(dims, table, mesh)
+        axes = taken(dims, table, mesh, "")
         own = operands[node.inputs.index(tensor.name)]
         shards = [
             divisible(asked, dim.name, axes.get(f, ())) for dim, f in zip(tensor.dims, own, strict=True)
@@ -250,19 +255,45 @@ def activations(asked: Request, rank: int) -> Counter[Key]:
     return found
 
 
-def boundaries(asked: Request) -> list[tuple[int, int]]:
-    """Sender and receiver of each boundary between stages that are not on one rank."""
-    pipeline = asked.pipeline
-    places = [pipeline.place(stage)[0] for stage in range(pipeline.stages)]
-    return [(a, b) for a, b in pairwise(places) if a != b]
-
-
 def messages(asked: Request, rank: int) -> Counter[tuple[str, int]]:
     """(op, peer's pipeline rank) -> messages of all micro-batches and steps."""
     found: Counter[tuple[str, int]] = Counter()
-    for a, b in boundaries(asked):
+    places = [asked.pipeline.place(stage)[0] for stage in range(asked.pipeline.stages)]
+    for a, b in pairwise(places):
         for own, other in ((a, b), (b, a)):
-            if own == rank:
+            if a != b and own == rank:
                 found["send", other] += asked.micro_batches * asked.steps
                 found["recv", other] += asked.micro_batches * asked.steps
+    return found
+
+
+def circulated(asked: Request, rank: int) -> Counter[tuple[str, str]]:
+    """(phase, op) -> bytes that a rank sends and receives in rings of keys and values (Liu et al. 2023).
+
+    Of n ranks each passes its keys and values on n - 1 times; backward once more so, and their gradients n times in
+    fp32, the last turn bringing them home.
+    """
+    mesh, found = asked.mesh, Counter[tuple[str, str]]()
+    if not asked.strategy.contexts.circulates:
+        return found
+    n = asked.degrees["cp"] // asked.strategy.contexts.ulysses(asked.degrees["cp"])
+    for block in units(asked, rank):
+        graph = circulate(asked.model.graph(block))
+        for node in (node for node in graph.nodes if node.op == "attention") if n > 1 else ():
+            dims, operands = dims_of(graph, node)
+            axes, elements = taken(dims, asked.table, mesh, node.name), 0
+            for tensor, own in zip(graph.operands(node)[1:3], operands[1:3], strict=True):
+                shards = [
+                    divisible(asked, d.name, axes.get(f, ())) for d, f in zip(tensor.dims, own, strict=True)
+                ]
+                elements += evaluate(tensor.elements, asked.sizes) // prod(
+                    mesh.degree(atoms) for atoms in shards
+                )
+            moved = elements * dtype_bytes(asked.dtype) * (n - 1) * asked.micro_batches * asked.steps
+            again = block in asked.model.layers and recomputed(asked, node.name)
+            for op in ("send", "recv"):
+                found["forward", op] += moved
+                found["backward", op] += moved + elements * 4 * n * asked.micro_batches * asked.steps
+                if again:
+                    found["recompute", op] += moved
     return found

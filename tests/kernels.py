@@ -174,6 +174,15 @@ def norm_backward(call: Call) -> list[Floats]:
     ]
 
 
+def quantize(call: Call) -> list[Floats]:
+    """Copies as they are: what is tested is where they are and what is made of them, not rounding."""
+    return [call.operands[i].value for i in call.attrs["of"]]
+
+
+def amax(call: Call) -> list[Floats]:
+    return [np.asarray(max(np.abs(x.value).max() for x in call.operands))]
+
+
 def norm_sums(call: Call) -> list[Floats]:
     x = call.operands[0]
     axis = x.names.index(call.attrs["over"])
@@ -379,7 +388,7 @@ KERNELS: Mapping[str, Callable[[Call], list[Floats]]] = {
         ),
         *(attention, attention_backward, attention_softmax, attention_softmax_backward, pointwise, split),
         *(attention_merge, cast),
-        *(pointwise_backward, add, reduce, dropout, dropout_backward, chunk, join_chunks),
+        *(pointwise_backward, add, reduce, dropout, dropout_backward, chunk, join_chunks, quantize, amax),
         *(norm_sums, norm_sums_backward, norm_scale, norm_scale_backward),
     )
-} | {"split_backward": split}
+} | {"split_backward": split, "requantize": quantize}

@@ -68,6 +68,9 @@ def terms(node: Node) -> list[Term]:
         return [Term(tuple(range(n)), outs, (n - 1,))]
     if node.op.startswith("contract_group"):
         return _group_terms(node, node.attrs["parts"], n)
+    if node.op in ("quantize", "requantize"):
+        copies = enumerate(node.attrs["of"])  # rounding apart, a copy of a partial sum is one too
+        return [Term((i,), (result,), (i,)) for result, i in copies]
     fixed = FIXED_OPERANDS.get(node.op, n)
     linear = (0, 1) if node.op == "contract" else (0,) if node.op in LINEAR_IN_FIRST else ()
     return [Term(tuple(range(fixed)), outs, linear), *(Term((i,), outs, (i,)) for i in range(fixed, n))]

@@ -96,9 +96,13 @@ def _collective(x: Array, step: Step, mesh: Mesh, n: int) -> tuple[Array, int]:
         return ring_reduce_scatter(x, dst, step.reduction)
     if kind == "all_reduce":
         flat = x.reshape(n, x.shape[1], -1)
+        size = flat.shape[2]
+        flat = np.pad(
+            flat, ((0, 0), (0, 0), (0, n - size if size < n else 0))
+        )  # a number or two go round padded
         part, first = ring_reduce_scatter(flat, 2, step.reduction)
         whole, second = ring_all_gather(part, 2)
-        return whole.reshape(x.shape), first + second
+        return whole[:, :, :size].reshape(x.shape), first + second
     if kind == "all_to_all":
         return _all_to_all(x, step, mesh, src, dst)
     return _permute(x, step, mesh)

@@ -59,7 +59,8 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "synth llama3-8b --strategy fsdp --gpus 8 --dp 2 --tp 2 --pp 2 --cp 1 --ep 2 --etp 1 --vpp 2 --dp-shard 2 --tp-x 2 "
         "--batch 16 --micro-batch 2 --seq 128 --schedule gpipe --zero 1 --recompute full "
         "--context-balance none --stage-layers 3,2x2 "
-        "--grad-reduce microbatch --dtype fp16 --grad-dtype bf16 --no-clip --vocab-multiple 64 --dropout --steps 2 "
+        "--grad-reduce microbatch --dtype fp16 --grad-dtype bf16 --fp8 mxfp8 --no-fp8-param-gather "
+        "--fp8-dispatch --no-clip --vocab-multiple 64 --dropout --steps 2 "
         "--reshard-after-forward 2 --prefetch 2 --no-overlap-grad --param-dtype fp8 "
         "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 --context ring "
         "--overlap-chunks 4 --moe-shared-expert-overlap --streams per-axis "
@@ -101,6 +102,9 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "overlap_grad": False,
         "dtype": "fp16",
         "grad_dtype": "bf16",
+        "fp8": "mxfp8",
+        "fp8_param_gather": False,
+        "fp8_dispatch": True,
         "param_dtype": "fp8",
         "clip": False,
         "vocab_multiple": 64,

@@ -19,7 +19,7 @@ from stage.pipeline.bubble import run_schedule
 from stage.pipeline.schedules import SCHEDULES
 from stage.request import Request
 from stage.synthesis import job
-from stage.trace.node import TraceNode
+from stage.trace.node import NodeType, TraceNode
 from stage.trace.verify import verify
 from stage.traceset import TraceSet
 from tests import expected
@@ -43,6 +43,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "reshard_after_forward": st.sampled_from([True, False, 2]),
     "dp_shard": st.sampled_from([1, 2]),
     "tp_x": st.sampled_from([1, 2, 4]),
+    "context": st.sampled_from(["ring", "ulysses", "ring:2x2", "all_gather"]),
     "context_balance": st.sampled_from(["zigzag", "none"]),
     "regather": st.sampled_from([(), ("tp",), ("cp", "tp")]),
     "fuse": st.booleans(),
@@ -57,6 +58,7 @@ ONLY: dict[str, Callable[[str, str, dict[str, int]], bool]] = {
     "tp_x": lambda _, strategy, mesh: uses(strategy, {"tp_x": 2}) and "tp" in mesh,
     "dp_shard": lambda _, strategy, mesh: strategy == "hsdp" and "dp" in mesh,
     "reshard_after_forward": lambda _, strategy, __: strategy != "hsdp",
+    "context": lambda _, __, mesh: "cp" in mesh,
     "context_balance": lambda _, __, mesh: "cp" in mesh,
 }
 """Options that few models, strategies or meshes have; elsewhere they are drawn once in a while, to be refused."""
@@ -163,6 +165,7 @@ def check_parameters(asked: Request, classes: list[Alike]) -> None:
         assert exact <= updated // (ADAM_FLOPS * asked.steps) <= exact + padding
 
 
+MESSAGES: dict[int, str] = {NodeType.COMM_SEND: "send", NodeType.COMM_RECV: "recv"}
 OF_PARAMETERS = (".parameters", ".gradients", "bucket", "optimizer.")
 
 
@@ -177,9 +180,14 @@ def check_communication(asked: Request, classes: list[Alike]) -> None:
         found = Counter(
             (str(n.get("phase")), str(n.get("op")), str(n.get("axes")), number(n, "comm_size"))
             for n in own
-            if n.get("phase") != "pipeline"
+            if n.type not in MESSAGES
         )
         assert found == expected.activations(asked, same.rank)
+        rings: Counter[tuple[str, str]] = Counter()
+        for n in own:
+            if n.type in MESSAGES and n.get("phase") != "pipeline":
+                rings[str(n.get("phase")), MESSAGES[n.type]] += number(n, "comm_size")
+        assert rings == expected.circulated(asked, same.rank)
         width = asked.mesh.world // asked.pipeline.ranks
         sent = Counter(
             (str(n.get("op")), number(n, "comm_dst" if n.get("op") == "send" else "comm_src") // width)

@@ -9,13 +9,12 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from stage.cli.options import Attention, Batch, Mask, Mtp, Seq, Sizes, StrategyName
+from stage.cli.options import MESH, STEP, Attention, Batch, Mask, Mtp, Seq, Sizes, StrategyName
 from stage.cli.overlap import OverlapChunks, SharedOverlap, Streams
 from stage.cli.parse import parse_reshard, parse_sizes, parse_stage_layers, read_placement
+from stage.cli.precision import Fp8, Fp8Dispatch, Fp8ParamGather
 
 __all__ = ["JobOptions", "takes_job"]
-
-MESH, STEP = "Mesh", "Step"
 
 
 def _degree(flag: str, text: str) -> typer.models.OptionInfo:
@@ -248,6 +247,9 @@ class JobOptions:
     dtype: Dtype = "bf16"
     grad_dtype: GradDtype = "fp32"
     param_dtype: ParamDtype = None
+    fp8: Fp8 = None
+    fp8_param_gather: Fp8ParamGather = None
+    fp8_dispatch: Fp8Dispatch = None
     clip: Clip = True
     dropout: Dropout = False
     vocab_multiple: VocabMultiple = None

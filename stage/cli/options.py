@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 import typer
 
 __all__ = [
+    "MESH",
+    "STEP",
     "Attention",
     "Batch",
     "Json",
@@ -18,6 +20,9 @@ __all__ = [
     "complete_model",
     "complete_system",
 ]
+
+MESH, STEP = "Mesh", "Step"
+"""Panels of the help."""
 
 
 def complete_model(incomplete: str) -> list[str]:

@@ -129,5 +129,6 @@ def _data_parallel(forms: Mapping[str, Any]) -> list[dict[str, object]]:
 
 
 def _op(entry: Mapping[str, Any]) -> dict[str, object]:
-    name = f"{entry['name']} (again)" if entry["phase"] == "recompute" else entry["name"]
+    said = {"recompute": " (again)", "once": " (once a step)"}
+    name = entry["name"] + said.get(entry["phase"], "")
     return {"op": name, "flops": formula(entry["flops"]), "bytes": formula(entry["bytes"])}

@@ -12,6 +12,7 @@ from stage.ops import (
     norm,
     norm_sharded,
     pointwise,
+    quantize,
     ring,
     view,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "norm",
     "norm_sharded",
     "pointwise",
+    "quantize",
     "register",
     "registered",
     "ring",

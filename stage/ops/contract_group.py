@@ -11,7 +11,7 @@ from stage.ops.contract import CONTRACT
 from stage.ops.registry import Attrs, Factor, Factors, Op, Tape, register
 from stage.tensor import Dim, Size, Tensor
 
-__all__ = ["CONTRACT_GROUP", "HEADS"]
+__all__ = ["CONTRACT_GROUP", "HEADS", "side_by_side"]
 
 HEADS = {"kv_heads": "heads"}
 """Dims that are sharded as another dim is."""
@@ -21,7 +21,8 @@ def _names(tensor: Tensor) -> tuple[Factor, ...]:
     return tuple(HEADS.get(name, name) for name in tensor.dim_names)
 
 
-def _factors(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Factors:
+def side_by_side(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Factors:
+    """Every dimension is a factor of its own name, but KV heads go with the heads that share them."""
     return Factors(tuple(_names(t) for t in inputs), tuple(_names(t) for t in outputs))
 
 
@@ -60,10 +61,18 @@ def _transpose(tape: Tape, node: Any) -> None:
         tape.emit("reduce", [cotangent], [bias], suffix="bgrad")
 
 
-CONTRACT_GROUP = register(Op("contract_group", _infer, _transpose, _flops, _flops, factors=_factors))
+CONTRACT_GROUP = register(Op("contract_group", _infer, _transpose, _flops, _flops, factors=side_by_side))
 CONTRACT_GROUP_DGRAD = register(
-    Op("contract_group_dgrad", _infer, None, _dgrad_flops, _dgrad_flops, factors=_factors, accumulates=True)
+    Op(
+        "contract_group_dgrad",
+        _infer,
+        None,
+        _dgrad_flops,
+        _dgrad_flops,
+        factors=side_by_side,
+        accumulates=True,
+    )
 )
 CONTRACT_GROUP_WGRAD = register(
-    Op("contract_group_wgrad", _infer, None, _wgrad_flops, _wgrad_flops, factors=_factors)
+    Op("contract_group_wgrad", _infer, None, _wgrad_flops, _wgrad_flops, factors=side_by_side)
 )

@@ -81,7 +81,7 @@ def _counted(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) 
 def _bytes(attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: Any) -> Size:
     """Each copied element is read and written, whatever the shape it is copied from."""
     larger = max(inputs[0], outputs[0], key=lambda t: "experts" in t.dim_names)
-    return 2 * larger.elements * width(larger.dtype) + sum(t.elements * width(t.dtype) for t in inputs[1:])
+    return 2 * larger.bytes(width) + sum(t.bytes(width) for t in inputs[1:])
 
 
 def _permute_transpose(tape: Tape, node: Any) -> None:

@@ -82,8 +82,8 @@ def moved_bytes(
     attrs: Attrs, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: Callable[[str], int]
 ) -> Size:
     """Each operand is read once and each result written once; a gradient is added into, so it is read too."""
-    total = sum(t.elements * width(t.dtype) for t in (*inputs, *outputs))
-    return total + sum(t.elements * width(t.dtype) for t in outputs if t.role == "gradient")
+    total = sum(t.bytes(width) for t in (*inputs, *outputs))
+    return total + sum(t.bytes(width) for t in outputs if t.role == "gradient")
 
 
 @dataclass(frozen=True, slots=True)

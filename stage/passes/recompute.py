@@ -12,12 +12,13 @@ from stage.graph import Graph, Node
 from stage.ops import get_op
 from stage.ops.collective import is_collective
 from stage.passes.backward import Differentiated
+from stage.passes.precision import ONCE, drop_unread, original
 from stage.recomputation import MODULES, Module, Recomputation
 
 __all__ = ["recompute"]
 
-FOLLOWERS = ("rope", "join")
-"""Kernels that only rotate or put together what others made; they are as cheap to run again as to read."""
+FOLLOWERS = ("rope", "join", "amax", "quantize")
+"""Kernels that only rotate, put together or copy what others made; they are as cheap to run again as to read."""
 
 
 def recompute(block: Differentiated, policy: Recomputation) -> Differentiated:
@@ -29,12 +30,16 @@ def recompute(block: Differentiated, policy: Recomputation) -> Differentiated:
     if policy.kind == "none":
         return block
     if policy.kind == "full":
-        everything = _Again(
-            [list(block.forward.nodes)], {out for n in block.forward.nodes for out in n.outputs}
-        )
-        return _written(block, everything, at_once=True)
+        nodes = _running(block.forward)
+        everything = _Again([nodes], {out for n in nodes for out in n.outputs})
+        return drop_unread(_written(block, everything, at_once=True))
     again = _chosen(block, [MODULES[name] for name in policy.modules])
-    return _written(block, again) if again.made else block
+    return drop_unread(_written(block, again)) if again.made else block
+
+
+def _running(forward: Graph) -> list[Node]:
+    """The nodes that every forward runs."""
+    return [node for node in forward.nodes if node.phase != ONCE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ def _chosen(block: Differentiated, modules: Iterable[Module]) -> _Again:
     """
     forward, again, taken = block.forward, _Again([], set()), set[str]()
     for module in sorted(modules, key=lambda module: not module.whole):
-        own = [node for node in forward.nodes if module.matches(node) and node.name not in taken]
+        own = [node for node in _running(forward) if module.matches(node) and node.name not in taken]
         if module.whole:
             own = _with_gathers(forward, own) if module.gathers else own
             again.groups.append(own)
@@ -62,7 +67,7 @@ def _chosen(block: Differentiated, modules: Iterable[Module]) -> _Again:
             again.groups.extend([node] for node in own)
             again.made.update(out for node in own for out in node.outputs)
         taken.update(node.name for node in own)
-    regathered = [n for n in forward.nodes if f"{n.outputs[0]}.again" in block.backward.tensors]
+    regathered = [n for n in forward.nodes if f"{original(n.outputs[0])}.again" in block.backward.tensors]
     if again.made:
         again.groups.extend([node] for node in regathered if node.name not in taken)
         again.made.update(node.outputs[0] for node in regathered)

@@ -16,7 +16,7 @@ from stage.symbols import dtype_bytes
 from stage.synthesis import symbol_values
 from stage.tensor import Size
 from stage.trace.concrete import Concrete
-from stage.trace.parameters import Parameter, Sharding, unit_parameters
+from stage.trace.parameters import STORED, Parameter, Sharding, unit_parameters
 
 __all__ = ["data_parallel", "stored_parameters"]
 
@@ -86,6 +86,11 @@ def data_parallel(
     return entries + _replicated(request, own, local)
 
 
+def _width(p: Parameter, request: Request) -> int:
+    """Bytes of an element of a parameter as it is stored and gathered."""
+    return dtype_bytes(request.param_dtype if p.dtype == STORED else p.dtype)
+
+
 def _by_axes(members: Members) -> list[tuple[tuple[bool, Axes], Members]]:
     """Parameters whose gradients are reduced over the same axes."""
     groups: dict[tuple[bool, Axes], Members] = {}
@@ -96,17 +101,13 @@ def _by_axes(members: Members) -> list[tuple[tuple[bool, Axes], Members]]:
 
 def _gathers(request: Request, block: Block, members: Members, local: Local) -> list[dict[str, Any]]:
     """The all-gathers of FSDP before a block's forward and, but for the head, before its backward."""
-    shards, width, keep = (
-        sharding(request),
-        dtype_bytes(request.param_dtype),
-        request.strategy.reshard_after_forward,
-    )
+    shards, keep = sharding(request), request.strategy.reshard_after_forward
     found = []
     for (expert, data), group in _by_axes(members):
         inner, name = shards.split(data)[0], "expert parameters" if expert else "parameters"
         if not inner:
             continue
-        part = sum(_shard(p, size, request, shards, local) for p, size in group) * width
+        part = sum(_shard(p, size, request, shards, local) * _width(p, request) for p, size in group)
         again = inner if keep is True else () if keep is False else request.mesh.expand(["dp_shard"])
         again = tuple(axis for axis in inner if axis in again) if block != request.model.head else ()
         twice = again == inner
@@ -122,7 +123,7 @@ def _reductions(
 ) -> list[dict[str, Any]]:
     """The reduction of gradients over these axes, and the gather of parameters that a sharded optimizer updated."""
     (inner, outer), zero, shards = axes, request.strategy.zero, sharding(request)
-    gradient, parameter = dtype_bytes(request.grad_dtype), dtype_bytes(request.param_dtype)
+    gradient = dtype_bytes(request.grad_dtype)
     degree = local.degree(inner)
     if zero == 3 and inner:
         part = sum(_shard(p, size, request, shards, local) for p, size in group)
@@ -137,7 +138,8 @@ def _reductions(
     if outer:
         found.append(_entry(f"{prefix}gradients", "all_reduce", outer, 1, per, part * gradient, local))
     if 0 < zero < 3 and inner:
-        found.append(_entry(f"{prefix}parameters", "all_gather", inner, 1, "step", part * parameter, local))
+        stored = sum(size * _width(p, request) for p, size in group) / degree
+        found.append(_entry(f"{prefix}parameters", "all_gather", inner, 1, "step", stored, local))
     return found
 
 

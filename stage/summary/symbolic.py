@@ -82,10 +82,14 @@ class Local:
 
 
 def tidy(expr: Size) -> Size:
-    """An expression in a form that is short to read: common factors outside, one denominator.
+    """An expression in a form that is short to read: common factors outside, one denominator, blocks rounded up.
 
     >>> a, b, c = size("a"), size("b"), size("c")
-    >>> tidy(2 * a * b / c + 4 * a / c)
-    2*a*(b + 2)/c
+    >>> tidy(2 * a * b / c + 4 * a / c), tidy(-(-a // 32))
+    (2*a*(b + 2)/c, ceiling(a/32))
     """
-    return sympy.factor_terms(sympy.sympify(expr))
+    rounded = sympy.sympify(expr).replace(
+        lambda part: isinstance(part, sympy.floor) and part.args[0].could_extract_minus_sign(),
+        lambda part: -sympy.ceiling(-part.args[0]),
+    )
+    return sympy.factor_terms(rounded)

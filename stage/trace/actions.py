@@ -13,6 +13,7 @@ from stage.pipeline.schedule import Action, Pipeline
 from stage.trace.data_parallel import DataParallel
 from stage.trace.peer import Peer
 from stage.trace.program import NO_EARLIER, Assembly
+from stage.trace.scaling import scaling_template
 from stage.trace.streams import chain
 from stage.trace.tape import Recorder, Tape
 from stage.trace.template import COMPUTE, Ref, Template, TemplateNode
@@ -87,12 +88,15 @@ class _Recording:
             if not ahead:
                 weights[at] = self._gather_forward(at)
             before = self.recorder.last(COMPUTE)
-            template = self.plan.units[at].templates.forward
+            once, template = self.plan.units[at].templates.once, self.plan.units[at].templates.forward
+            if once is not None and self.data.first:
+                self._place(at, once, NO_EARLIER, weights=weights[at])
             base = self._place(at, template, NO_EARLIER, x=x, weights=weights[at])
             self.runs[at] = Run(base, x)
             x = _output(template, base, x)
             if ahead:
                 weights[at + ahead] = self.data.gather(at + ahead, i, "forward", before)
+        self._rescale("forward")
         self._send(FORWARD, x)
 
     def _backward(self) -> None:
@@ -111,7 +115,15 @@ class _Recording:
             self.data.release(at)
             if self.action.kind == "B":
                 self.data.complete(at, self.micro_batch)
+        self._rescale("backward")
         self._send(BACKWARD, dy)
+
+    def _rescale(self, phase: str) -> None:
+        """With delayed scaling, new scales of all products of the rank."""
+        products = sum(unit.templates.products for unit in self.plan.units)
+        if self.step.delayed_scaling and products:
+            template = scaling_template(products, self.step, phase)
+            self.recorder.place(template, -1, self.micro_batch)
 
     def _weights(self) -> None:
         for at in reversed(self.units):

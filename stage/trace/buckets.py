@@ -1,7 +1,8 @@
 """Gradient buckets: which parameters are reduced together, and when they are complete.
 
 As in Megatron-LM parameters are taken in reverse order of their declaration and a bucket is closed once it has its
-size; experts have buckets of their own, and so has a table that two ranks share where gradients are scattered. With a
+size; experts have buckets of their own, and so have weights stored in 8 bits, and a table that two ranks share where
+gradients are scattered. With a
 sharded optimizer a parameter starts at a multiple of 64 elements and a bucket is padded to a multiple of
 lcm(shards, 128).
 """
@@ -12,7 +13,7 @@ from itertools import groupby
 from math import lcm
 
 from stage.mesh import Mesh
-from stage.trace.parameters import Parameter, Sharding
+from stage.trace.parameters import STORED, Parameter, Sharding
 
 __all__ = ["Bucket", "plan_buckets"]
 
@@ -25,7 +26,7 @@ class Bucket:
     """Gradients reduced by one collective: `elements` with padding, of which `used` are parameters'.
 
     `unit` is the position on the rank of the block after whose backward the bucket is complete. `shard` are the axes
-    over which it is scattered, `replicate` those over which it is all-reduced.
+    over which it is scattered, `replicate` those over which it is all-reduced. Its parameters are stored in `dtype`.
     """
 
     expert: bool
@@ -34,6 +35,7 @@ class Bucket:
     used: int
     shard: tuple[str, ...]
     replicate: tuple[str, ...]
+    dtype: str = STORED
 
     def owned(self, mesh: Mesh) -> int:
         """Elements whose optimizer state one device holds."""
@@ -54,12 +56,14 @@ def plan_buckets(
     is the position on the rank of the chunk's first block.
     """
     buckets: list[Bucket] = []
-    kinds = dict.fromkeys((p.expert, p.data) for unit in units for p in unit)
-    for expert, data in sorted(kinds):
+    kinds = dict.fromkeys((p.expert, p.data, p.dtype) for unit in units for p in unit)
+    for expert, data, dtype in sorted(kinds):
         shard, replicate = sharding.split(data)
-        tensors = _reversed(units, expert, data, frozenset(shared) if shard else frozenset())
-        buckets += _cut(tensors, expert, shard, replicate, mesh, bucket_size)
-    return [replace(bucket, unit=first + bucket.unit) for bucket in buckets]
+        same = [[p for p in unit if (p.expert, p.data, p.dtype) == (expert, data, dtype)] for unit in units]
+        tensors = _reversed(same, frozenset(shared) if shard else frozenset())
+        cut = _cut(tensors, expert, shard, replicate, mesh, bucket_size)
+        buckets += [replace(bucket, unit=first + bucket.unit, dtype=dtype) for bucket in cut]
+    return buckets
 
 
 def _cut(
@@ -93,17 +97,14 @@ def _cut(
     return buckets
 
 
-def _reversed(
-    units: Sequence[Sequence[Parameter]], expert: bool, data: tuple[str, ...], shared: frozenset[str]
-) -> list[tuple[int, int, bool]]:
+def _reversed(units: Sequence[Sequence[Parameter]], shared: frozenset[str]) -> list[tuple[int, int, bool]]:
     """Block, elements and whether it is shared of each tensor of one kind, from the last to the first.
 
     Weights of a fused operation are one tensor. Those of experts are one for each expert, whose tensors stand together.
     """
     found: list[tuple[int, int, bool]] = []
     for i in reversed(range(len(units))):
-        own = [p for p in reversed(units[i]) if p.expert == expert and p.data == data]
-        for parts, group in groupby(own, key=lambda p: p.parts):
+        for parts, group in groupby(reversed(units[i]), key=lambda p: p.parts):
             tensors = [list(same) for _, same in groupby(group, key=lambda p: p.fused)]
             sizes = [(i, sum(p.elements for p in same) // parts, same[0].name in shared) for same in tensors]
             found += sizes * parts

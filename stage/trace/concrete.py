@@ -35,6 +35,13 @@ class Concrete:
         """Bytes an element."""
         return dtype_bytes(resolve_dtypes(dtype, self.dtypes))
 
+    def scaled_width(self, tensor: Tensor) -> int | Fraction:
+        """Bytes of an element of a tensor, with its share of the scales where it is quantised."""
+        if tensor.scales is None:
+            return self.width(tensor.dtype)
+        whole = self.whole(tensor)
+        return Fraction(int(whole.bytes(self.width)), int(whole.elements))
+
     def local(self, tensor: Tensor, layout: Layout, *, filled: bool = False) -> Tensor:
         """The tensor with the sizes that one device holds of it; with `filled` without slots that hold no token."""
         routed: dict[str, Any] = {}

@@ -11,12 +11,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from stage.pipeline.schedule import Action
+from stage.precision import FP8
 from stage.trace.buckets import Bucket
 from stage.trace.fsdp import gather_template, scatter_template
 from stage.trace.optimizer import adam_template, gather_bucket_template, update_template
 from stage.trace.plan import StagePlan, StepPlan
 from stage.trace.program import NO_EARLIER, Assembly
 from stage.trace.reduction import bucket_key, reduction_template
+from stage.trace.scaling import rounding_template
 from stage.trace.template import COMPUTE, Template
 
 __all__ = ["DataParallel"]
@@ -26,7 +28,10 @@ Make = Callable[[int, Bucket, StepPlan], Template]
 
 @dataclass(slots=True)
 class DataParallel:
-    """What one rank does for data parallelism; blocks are named by their position on the rank."""
+    """What one rank does for data parallelism; blocks are named by their position on the rank.
+
+    `first` says whether an action is one of a step's first micro-batch, which reads what the step before left.
+    """
 
     plan: StagePlan
     step: StepPlan
@@ -34,8 +39,8 @@ class DataParallel:
     templates: dict[tuple[object, ...], Template] = field(default_factory=dict)
     whole: dict[int, int] = field(default_factory=dict)
     updated: int = -1
+    first: bool = False
     _completed: Counter[int] = field(default_factory=Counter)
-    _first: bool = False
     _last: bool = False
     _fsdp: bool = field(init=False)
     _due: dict[int, list[int]] = field(default_factory=dict)
@@ -52,9 +57,9 @@ class DataParallel:
         """Turn to an action; where what this returns is equal, actions of a kind and chunk place the same."""
         completes = action.kind in ("B", "W")
         self._completed[action.chunk] += completes
-        self._first = action.micro_batch == 0 and not self._fsdp
+        self.first = action.micro_batch == 0 and not self._fsdp
         self._last = completes and self._completed[action.chunk] == self.step.pipeline.micro_batches
-        return self._first, self._last, frozenset(self.whole)
+        return self.first, self._last, frozenset(self.whole)
 
     def gather(self, unit: int, micro_batch: int, phase: str, free: int) -> int:
         """The node after which a block's parameters are whole; -1 where they always are, or the chunk has no such one.
@@ -66,7 +71,7 @@ class DataParallel:
         if unit not in self.plan.chunks[self.assembly.chunk]:
             return -1
         if not self._fsdp:
-            return self.updated if phase == "forward" and self._first else -1
+            return self.updated if phase == "forward" and self.first else -1
         if unit in self.whole:
             return self.whole[unit]
         plan = self.plan.units[unit]
@@ -131,17 +136,31 @@ class DataParallel:
         template, last = self.templates[key], -1
         if template.nodes:
             last = self.assembly.place(template, -1, -1, NO_EARLIER, **ready) + len(template.nodes) - 1
-        if not self._fsdp:
-            self._update(ready=last, **ready)
+        adams = [] if self._fsdp else self._update(ready=last, **ready)
+        self._gather_updated(adams, self._rounded())
 
-    def _update(self, **ready: int) -> None:
-        """Update each bucket, then gather those that are sharded, one after another."""
-        buckets = list(enumerate(self.plan.buckets))
-        adams = [self._place(i, b, adam_template, "adam", **ready) for i, b in buckets]
+    def _update(self, **ready: int) -> list[int]:
+        """Update each bucket; the nodes that do."""
+        return [
+            self._place(i, bucket, adam_template, "adam", **ready)
+            for i, bucket in enumerate(self.plan.buckets)
+        ]
+
+    def _rounded(self) -> int:
+        """Write weights that are stored in 8 bits; the last node before they can be gathered."""
+        key = ("rounding",)
+        if key not in self.templates:
+            self.templates[key] = rounding_template(self.plan, self.step)
+        if self.templates[key].nodes:
+            self.assembly.place(self.templates[key], adam=self.assembly.last(COMPUTE))
+        return self.assembly.last(COMPUTE)
+
+    def _gather_updated(self, adams: list[int], rounded: int) -> None:
+        """Gather the buckets that are sharded, one after another."""
         self.updated = -1
-        for i, bucket in buckets:
+        for i, bucket in enumerate(self.plan.buckets if adams else ()):
             if bucket.shard and self.step.sharding.zero:
-                ports = {"adam": adams[i], "before": self.updated}
+                ports = {"adam": rounded if bucket.dtype == FP8 else adams[i], "before": self.updated}
                 self.updated = self._place(i, bucket, gather_bucket_template, "gather", **ports)
 
     def _place(

@@ -41,11 +41,10 @@ class Exchange:
     received: tuple[int, ...]
     own: int
 
-    def scaled(self, width: int) -> "Exchange":
-        """The same in bytes, of elements of this width."""
-        return Exchange(
-            tuple(n * width for n in self.sent), tuple(n * width for n in self.received), self.own
-        )
+    def scaled(self, width: int | Fraction) -> "Exchange":
+        """The same in bytes, of elements of this width, whose bytes are whole for a token."""
+        sent, received = (tuple(int(n * width) for n in part) for part in (self.sent, self.received))
+        return Exchange(sent, received, self.own)
 
 
 @dataclass(frozen=True, slots=True)

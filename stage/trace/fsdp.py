@@ -40,6 +40,14 @@ def shard_elements(group: Sequence[Parameter], step: StepPlan, axes: tuple[str, 
     return sum(padded(p, step, axes) for p in group)
 
 
+def _stored(group: Sequence[Parameter], step: StepPlan, axes: tuple[str, ...]) -> tuple[int, str]:
+    """Elements of one device's shard of several parameters, and their dtype; bytes if they have several."""
+    dtypes = {p.dtype for p in group}
+    if len(dtypes) == 1:
+        return shard_elements(group, step, axes), dtypes.pop()
+    return sum(padded(p, step, axes) * step.widths[p.dtype] for p in group), "uint8"
+
+
 def gather_template(unit: UnitPlan, step: StepPlan, phase: str) -> Template:
     """The all-gathers of all parameters a block reads, one after another; they wait for the port `free`.
 
@@ -52,10 +60,11 @@ def gather_template(unit: UnitPlan, step: StepPlan, phase: str) -> Template:
         if phase == "backward" and step.reshard is not None:
             axes = tuple(axis for axis in shard if axis in step.reshard)
         if axes:
-            elements = shard_elements(group, step, shard) * (mesh.degree(shard) // mesh.degree(axes))
+            count, dtype = _stored(group, step, shard)
+            elements = count * (mesh.degree(shard) // mesh.degree(axes))
             name = f"parameters{suffix}.all_gather"
             after = (Ref("port", "free"), *([Ref("self", len(nodes) - 1)] if nodes else []))
-            nodes.append(step.collective(name, "all_gather", elements, axes, after, phase, "parameter"))
+            nodes.append(step.collective(name, "all_gather", elements, axes, after, phase, dtype))
     return Template(unit.kind, phase, step.chain(nodes), numbers=unit.templates.forward.numbers)
 
 

@@ -10,11 +10,14 @@ from typing import Any
 
 from stage.errors import LayoutError
 from stage.graph import Graph, Node
-from stage.ops import get_op
+from stage.ops import Op, get_op
 from stage.ops.collective import is_collective
 from stage.ops.ring import EXCHANGE
 from stage.passes.backward import Differentiated
+from stage.passes.precision import ONCE
+from stage.passes.products import count_products
 from stage.passes.split import split_backward
+from stage.precision import FP8
 from stage.symbols import exact
 from stage.tensor import Tensor, resolve_dtypes
 from stage.trace.concrete import Concrete
@@ -60,8 +63,11 @@ class _Lowering:
             return (Ref("port", "weights"),) if self.gathered else ()
         return self.outside(name)
 
-    def run(self) -> list[TemplateNode]:
+    def run(self, once: bool = False) -> list[TemplateNode]:
+        """The nodes of every micro-batch, or those that a block runs `once` a step."""
         for node in self.graph.nodes:
+            if (node.phase == ONCE) != once:
+                continue
             if self._idle(node):
                 self.nothing.update(node.outputs)
                 continue
@@ -107,8 +113,8 @@ class _Lowering:
             flops=max(1, round(op.flops(attrs, ins, outs))),
             model_flops=round(credited),
             deps=deps,
-            dtype=resolve_dtypes(outs[0].dtype, self.concrete.dtypes),
-            phase=node.phase,
+            dtype=resolve_dtypes(_precision(op, ins, outs), self.concrete.dtypes),
+            phase="forward" if node.phase == ONCE else node.phase,
             matmul=op.is_matmul,
             shapes=_shapes(ins, outs),
         )
@@ -132,7 +138,7 @@ class _Lowering:
     def _collective(self, node: Node, deps: tuple[Ref, ...]) -> list[TemplateNode]:
         """The node of a collective, as large as on the member that holds most; pairwise the messages of it."""
         tensor, place = self.tensor(node.inputs[0]), self.concrete.place
-        width, size = self.concrete.width(tensor.dtype), tensor.elements
+        width, size = self.concrete.scaled_width(self.graph.tensors[tensor.name]), tensor.elements
         moved = self._moved(node)
         if moved is not None and moved.routing is not None:
             size = moved.largest(place, exchange=node.op in EXCHANGES)
@@ -145,7 +151,7 @@ class _Lowering:
             name=node.name,
             kind=node.op,
             op=node.op,
-            bytes=int(size) * width,
+            bytes=int(size * width),
             axes=node.attrs["step"].axes,
             deps=deps,
             dtype=resolve_dtypes(tensor.dtype, self.concrete.dtypes),
@@ -179,7 +185,7 @@ class _Lowering:
             name=f"{node.name}.send",
             kind="send",
             op=node.op,
-            bytes=int(sum(t.elements * self.concrete.width(t.dtype) for t in tensors)),
+            bytes=int(sum(t.bytes(self.concrete.width) for t in tensors)),
             axes=axes,
             peer=Peer(axes, 1),
             tag_offset=self.messages,
@@ -191,6 +197,11 @@ class _Lowering:
         self.messages += 1
         name, channel = f"{node.name}.recv", f"recv {' '.join(axes)}"
         return [send, replace(send, name=name, kind="recv", peer=Peer(axes, -1), channel=channel, deps=())]
+
+
+def _precision(op: Op, ins: list[Tensor], outs: list[Tensor]) -> str:
+    """What a kernel computes in: its result's dtype, but a product of quantised operands in theirs."""
+    return FP8 if op.is_matmul and ins[0].dtype == FP8 else outs[0].dtype
 
 
 def _shapes(ins: list[Tensor], outs: list[Tensor]) -> str:
@@ -205,7 +216,8 @@ def _shapes(ins: list[Tensor], outs: list[Tensor]) -> str:
 class Lowered:
     """The templates of a block; those of the split backward (`input` and `weight`) only where it was asked for.
 
-    `messages` is how many a device sends in a forward and a backward.
+    `messages` is how many a device sends in a forward and a backward. `once` is what it runs before its first forward
+    of a step. `products` are those in 8 bits of a forward, one for each of a device's experts.
     """
 
     forward: Template
@@ -213,6 +225,8 @@ class Lowered:
     messages: int
     input: Template | None = None
     weight: Template | None = None
+    once: Template | None = None
+    products: int = 0
 
 
 def lower(
@@ -232,9 +246,18 @@ def lower(
     """
     forward = block.forward
     x = forward.inputs[0]
-    ahead = _Lowering(forward, concrete, lambda name: (Ref("port", "x"),) if name == x else (), gathered)
+
+    def given(name: str) -> tuple[Ref, ...]:
+        return (Ref("port", "x"),) if name == x else ()
+
+    ahead = _Lowering(forward, concrete, given, gathered)
     nodes = chain(ahead.run(), streams)
     first = Template(forward.name, "forward", nodes, _single(ahead.refs(forward.outputs[0])), numbers=numbers)
+    begun = chain(
+        _Lowering(forward, replace(concrete, routing=None), given, gathered).run(once=True), streams
+    )
+    once = Template(forward.name, "forward", begun, numbers=numbers) if begun else None
+    products = count_products(forward, concrete.mesh, concrete.sizes)
 
     def outside(name: str) -> tuple[Ref, ...]:
         if name in block.seeds:
@@ -244,7 +267,7 @@ def lower(
     behind = _Lowering(block.backward, concrete, outside, gathered, ahead.messages)
     backward = _backward(block, behind, numbers, streams)
     if not split:
-        return Lowered(first, backward, behind.messages)
+        return Lowered(first, backward, behind.messages, once=once, products=products)
     parts = split_backward(block)
     early = _Lowering(parts.input, concrete, outside, gathered, ahead.messages)
     inputs = _backward(block, early, numbers, streams, "input")
@@ -253,8 +276,8 @@ def lower(
         return _handed(early, "input", name) if name in early.sources else outside(name)
 
     late = _Lowering(parts.weight, concrete, from_both, gathered, early.messages)
-    weights = _backward(block, late, numbers, streams, "weight")
-    return Lowered(first, backward, behind.messages, inputs, weights)
+    last = _backward(block, late, numbers, streams, "weight")
+    return Lowered(first, backward, behind.messages, inputs, last, once, products)
 
 
 def _backward(

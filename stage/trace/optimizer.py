@@ -4,9 +4,11 @@ Sums over tp of gradients of what is replicated there, the tied embedding, the g
 algorithm 1, with decoupled weight decay), and with a sharded optimizer the gathers of the updated parameters.
 """
 
+from stage.precision import FP8
 from stage.trace.buckets import Bucket
-from stage.trace.fsdp import padded, parameter_groups, shard_elements
+from stage.trace.fsdp import padded, parameter_groups
 from stage.trace.groups import PIPELINE_ENDS
+from stage.trace.parameters import STORED
 from stage.trace.plan import StagePlan, StepPlan
 from stage.trace.reduction import bucket_digits, bucket_kind
 from stage.trace.template import Ref, Template, TemplateNode
@@ -28,18 +30,19 @@ def update_template(plan: StagePlan, step: StepPlan) -> Template:
     nodes = _sums(plan, step)
     own = _sharded(plan, step)
     if step.clip:
-        elements = sum(count for _, count in own) + sum(
+        elements = sum(count for *_, count in own) + sum(
             bucket.owned(step.mesh) for bucket in _buckets(plan, step)
         )
         nodes += _norm(step, elements, len(nodes))
     before = _after(step, len(nodes))
-    nodes += [_adam(f"{name}.adam", count, step, before) for name, count in own]
+    nodes += [_adam(f"{name}.adam", count, step, before, dtype) for name, dtype, count in own]
     return Template("optimizer", "optimizer", step.chain(nodes), numbers=())
 
 
 def adam_template(index: int, bucket: Bucket, step: StepPlan) -> Template:
     """The update of a bucket, after the ports `grad`, `reduced` and `ready`, the last node of the template before."""
-    node = _adam("adam", bucket.owned(step.mesh), step, (*_after(step, 0), Ref("port", "ready")))
+    after = (*_after(step, 0), Ref("port", "ready"))
+    node = _adam("adam", bucket.owned(step.mesh), step, after, bucket.dtype)
     return _of_bucket(index, bucket, node, step)
 
 
@@ -47,7 +50,7 @@ def gather_bucket_template(index: int, bucket: Bucket, step: StepPlan) -> Templa
     """The gather of a bucket's parameters, after the ports `adam` and `before`, the gather of the bucket before."""
     after = (Ref("port", "adam"), Ref("port", "before"))
     node = step.collective(
-        "all_gather", "all_gather", bucket.owned(step.mesh), bucket.shard, after, "optimizer", "parameter"
+        "all_gather", "all_gather", bucket.owned(step.mesh), bucket.shard, after, "optimizer", bucket.dtype
     )
     return _of_bucket(index, bucket, node, step)
 
@@ -115,8 +118,10 @@ def _norm_axes(step: StepPlan) -> list[tuple[str, tuple[str, ...]]]:
     return [(kind, axes) for kind, axes in found.items() if axes]
 
 
-def _adam(name: str, count: int, step: StepPlan, before: tuple[Ref, ...]) -> TemplateNode:
-    moved = count * (2 * ADAM_STATES * 4 + step.widths["gradient"] + step.widths["parameter"])
+def _adam(name: str, count: int, step: StepPlan, before: tuple[Ref, ...], dtype: str) -> TemplateNode:
+    """The update of `count` parameters; those in 8 bits are written once their scales are known."""
+    written = 0 if dtype == FP8 else step.widths[dtype]
+    moved = count * (2 * ADAM_STATES * 4 + step.widths["gradient"] + written)
     return TemplateNode(
         name, "compute", "adam", max(1, moved), max(1, ADAM_FLOPS * count), deps=before, dtype="fp32",
         phase="optimizer",
@@ -128,10 +133,13 @@ def _buckets(plan: StagePlan, step: StepPlan) -> tuple[Bucket, ...]:
     return () if step.sharding.zero == 3 else plan.buckets
 
 
-def _sharded(plan: StagePlan, step: StepPlan) -> list[tuple[str, int]]:
-    """Under FSDP the kinds of blocks, and the elements of the optimizer states that a device holds of each."""
-    found: dict[str, int] = {}
+def _sharded(plan: StagePlan, step: StepPlan) -> list[tuple[str, str, int]]:
+    """Under FSDP the kinds of blocks, dtypes, and the elements of the optimizer states that a device holds of each."""
+    found: dict[tuple[str, str], int] = {}
     for unit in plan.units if step.sharding.zero == 3 else ():
         for _, shard, _, group in parameter_groups(unit.parameters, step):
-            found[unit.kind] = found.get(unit.kind, 0) + shard_elements(group, step, shard)
-    return [(kind, count) for kind, count in found.items() if count]
+            for p in group:
+                key = unit.kind, p.dtype
+                found[key] = found.get(key, 0) + padded(p, step, shard)
+    names = {key: key[0] if key[1] == STORED else ".".join(key) for key in found}
+    return [(names[key], key[1], count) for key, count in found.items() if count]

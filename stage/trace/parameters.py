@@ -12,9 +12,15 @@ from math import prod
 
 from stage.graph import Graph
 from stage.mesh import Mesh
+from stage.precision import FP8
+from stage.tensor import Tensor
 from stage.trace.concrete import Concrete
 
 __all__ = ["Parameter", "Sharding", "unit_parameters"]
+
+
+STORED = "parameter"
+"""The dtype that parameters are stored and gathered in, where none is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,7 @@ class Parameter:
 
     `data` are the axes of its data-parallel reduction, `model` those of the other one; `expert` says which buffer it
     belongs to, `fused` names the operation whose weights are stored as one. Weights of experts are stored apart,
-    so they are in `parts`.
+    so they are in `parts`. Those stored in 8 bits have that `dtype`, and so many `scales` of their own.
     """
 
     name: str
@@ -34,6 +40,8 @@ class Parameter:
     expert: bool
     fused: str
     parts: int = 1
+    dtype: str = STORED
+    scales: int = 0
 
     @property
     def elements(self) -> int:
@@ -60,7 +68,7 @@ def unit_parameters(graph: Graph, concrete: Concrete) -> list[Parameter]:
     """The parameters of a block on one device, in the order in which the model declares them."""
     readers = graph.consumers()
     apart = _experts_apart(concrete.mesh)
-    found = []
+    found: list[Parameter] = []
     for tensor in graph.parameters:
         layout = graph.layouts[tensor.name]
         local = concrete.local(tensor, layout)
@@ -72,8 +80,21 @@ def unit_parameters(graph: Graph, concrete: Concrete) -> list[Parameter]:
         fused = readers[tensor.name][0].name if tensor.name in readers else tensor.name
         rows, columns = prod(sizes[: tensor.rows]), prod(sizes[tensor.rows :])
         parts = next((int(dim.size) for dim in local.dims if dim.name == "experts"), 1)
-        found.append(Parameter(tensor.name, rows, columns, data, model, expert, fused, parts))
+        dtype = FP8 if tensor.dtype == FP8 else STORED
+        scales = _scales(local, parts, fused not in {p.fused for p in found})
+        found.append(
+            Parameter(
+                tensor.name, rows, columns, data, model, expert, fused, parts, dtype, scales
+            )
+        )  # fmt: skip
     return found
+
+
+def _scales(local: Tensor, parts: int, first: bool) -> int:
+    """Scales of a parameter in 8 bits; one of a whole tensor counts with the `first` of those stored as one."""
+    if local.dtype != FP8:
+        return 0
+    return parts * first if local.scales is None else int(local.scales.count(local))
 
 
 def _experts_apart(mesh: Mesh) -> bool:

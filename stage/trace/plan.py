@@ -23,8 +23,9 @@ class StepPlan:
     the token table whose gradient first and last stage sum, because both use it and stand on different ranks.
     `experts` says whether any stage has some. Under FSDP parameters are gathered while `prefetch` blocks before run, or
     with 0 once the block before is done. `reshard` are the axes over which gathered parameters are sharded again
-    between forward and backward; None are all that they were gathered over. `data` are the sets of axes
-    over which gradients are reduced, `streams` how communication is ordered (`stage.trace.streams`).
+    between forward and backward; None are all that they were gathered over. With `delayed_scaling` the scales of
+    8-bit tensors come from largest values that are reduced after every forward and backward. `data` are the
+    sets of axes over which gradients are reduced, `streams` how communication is ordered (`stage.trace.streams`).
     """
 
     pipeline: Pipeline
@@ -44,6 +45,7 @@ class StepPlan:
     reshard: tuple[str, ...] | None
     data: tuple[tuple[str, ...], ...]
     streams: str
+    delayed_scaling: bool
     mesh: Mesh
     widths: Mapping[str, int]
 
@@ -67,12 +69,14 @@ class StepPlan:
         phase: str,
         dtype: str = "gradient",
     ) -> TemplateNode:
-        """A collective of `elements` gradients (or parameters, with the dtype `parameter`) a device."""
-        size, name_of = (
+        """A collective of `elements` gradients (or parameters, with another dtype) a device."""
+        size, names = (
             elements * self.widths[dtype],
             {"gradient": self.grad_dtype, "parameter": self.param_dtype},
         )
-        return TemplateNode(name, kind, kind, size, axes=axes, deps=deps, dtype=name_of[dtype], phase=phase)
+        return TemplateNode(
+            name, kind, kind, size, axes=axes, deps=deps, dtype=names.get(dtype, dtype), phase=phase
+        )
 
 
 @dataclass(frozen=True, slots=True)

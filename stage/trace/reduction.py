@@ -23,7 +23,8 @@ def bucket_digits(index: int) -> int:
 
 def bucket_key(index: int, bucket: Bucket, what: str) -> tuple[object, ...]:
     """What a template of a bucket depends on; `what` it does for the bucket."""
-    return what, bucket.elements, bucket.shard, bucket.replicate, bucket.expert, bucket_digits(index)
+    kind = bucket.elements, bucket.shard, bucket.replicate, bucket.expert, bucket.dtype
+    return what, *kind, bucket_digits(index)
 
 
 def reduction_template(index: int, bucket: Bucket, step: StepPlan, phase: str) -> Template:

@@ -1,9 +1,11 @@
 """Proof that what differs between the ranks of a class is what may differ: the names of groups and the ranks of peers.
 
 A rank's bytes are those of its class with these fields put in. Where the tables of positions are exactly the fields
-of one rank's trace, every other byte is the same on all ranks, and every rank is read as that one is.
+of one rank's trace, and values that nobody reads, every other byte is the same on all ranks, and every rank is read
+as that one is.
 """
 
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -64,6 +66,8 @@ class ClassPatches:
     spans: dict[int, Span] = field(default_factory=dict)
     patched: dict[int, Axes | Peer] = field(default_factory=dict)
     unread: list[tuple[int, int]] = field(default_factory=list)
+    bounds: list[tuple[int, int]] = field(default_factory=list)
+    named: dict[int, set[bytes]] = field(default_factory=dict)
 
     @property
     def image(self) -> ClassImage:
@@ -127,12 +131,15 @@ class ClassPatches:
 
         By its old name a reader does not find it, whatever the rank has there.
         """
-        for node, bounds in enumerate(islice(read_messages(self.data), 1, None)):
-            if bounds[0] <= start and stop <= bounds[1]:
-                found = {span.name for span in self.spans.values() if span.node == node}
-                usual = USUAL.get(self.record.structure.kinds[node], frozenset())
-                return found < usual and is_unread(self.data, bounds, (start, stop))
-        return False
+        if not self.bounds:
+            self.bounds = list(islice(read_messages(self.data), 1, None))
+            for span in self.spans.values():
+                self.named.setdefault(span.node, set()).add(span.name)
+        node = bisect(self.bounds, (start, len(self.data))) - 1
+        if node < 0 or stop > self.bounds[node][1]:
+            return False
+        usual = USUAL.get(self.record.structure.kinds[node], frozenset())
+        return self.named.get(node, set()) < usual and is_unread(self.data, self.bounds[node], (start, stop))
 
     def _refuse(self, text: str) -> None:
         self.findings.add(self.record.rank, None, "patch", text)
