@@ -96,7 +96,7 @@ def test_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
             'title = "Mine"',
             'title = "Mine"\ncolour = "red"',
             "system mine: has the unknown key 'colour'; known: title, sources, assumptions, compute, matrix_tflops, "
-            "matrix_flops_per_clock, vector_tflops, vector_flops_per_clock, memory, host, power, network",
+            "matrix_flops_per_clock, vector_tflops, vector_flops_per_clock, memory, host, power, efficiency, network",
         ),
         ('["a wish"]', "[]", "system mine: sources is []; a list of texts is expected"),
         ('["a wish"]', '"a wish"', "system mine: sources is 'a wish'; a list of texts is expected"),
