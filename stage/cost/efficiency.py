@@ -55,12 +55,12 @@ def read_efficiency(file: Reader, dtypes: tuple[str, ...]) -> Efficiency:
     if not file.has("efficiency"):
         return found
     with reading(file.table_of("efficiency")) as table:
-        if table.has("matrix"):
-            with reading(table.table_of("matrix")) as matrix:
+        if table.has("matrix_share"):
+            with reading(table.table_of("matrix_share")) as matrix:
                 found = replace(found, matrix={key: share(matrix, key) for key in dtypes if matrix.has(key)})
         for key in ("boost", "memory", "reuse", "attention"):
-            if table.has(key):
-                found = replace(found, **{key: share(table, key)})
+            if table.has(f"{key}_share"):
+                found = replace(found, **{key: share(table, f"{key}_share")})
         for key in ("kernel", "tile", "block"):
             if table.has(f"{key}_us"):
                 found = replace(found, **{key: 1e-6 * table.number(f"{key}_us")})
