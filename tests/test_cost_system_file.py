@@ -179,7 +179,7 @@ def test_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
             "latency_ns = 10\n",
             "latency_ns = 10\nlatency = 10\n",
             "system mine: [[network]] node has the unknown key 'latency'; known: name, topology, ranks, "
-            "bandwidth_gb_s, latency_ns, dims, shares_links, in_network_reduction, picojoules_per_bit",
+            "bandwidth_gb_s, latency_ns, dims, shares_links, in_network_reduction, picojoules_per_bit, link",
         ),
         (
             "latency_ns = 10\n",

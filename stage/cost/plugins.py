@@ -19,6 +19,9 @@ __all__ = ["GROUP", "list_cost_models", "load_cost_model"]
 
 GROUP = "stage.cost_models"
 
+SHIPPED = {"roofline": "stage.cost.roofline:make"}
+"""The entry points of this package, which a checkout has whether or not it is installed."""
+
 
 def list_cost_models() -> list[str]:
     """Return the names of the models that are installed, sorted; those of suffixes begin with a dot."""
@@ -41,7 +44,7 @@ def load_cost_model(name: str | Path, system: System) -> CostModel:
 
 def _found() -> dict[str, EntryPoint]:
     """The entry points by name; two packages with one name are told apart by neither, so that is an error."""
-    found: dict[str, EntryPoint] = {}
+    found = {name: EntryPoint(name, value, GROUP) for name, value in SHIPPED.items()}
     for point in entry_points(group=GROUP):
         before = found.setdefault(point.name, point)
         if before.value != point.value:

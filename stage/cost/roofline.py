@@ -4,22 +4,25 @@ Arithmetic is at the peak of the units that do it, with what shapes lose: `stage
 `stage.cost.flash` for fused attention, and the plain peak where nothing but FLOPs and bytes is known. Traffic is at the
 bandwidth of memory, less what the last cache still holds. To the longer one come the start and end of the kernel and
 the gap after it, which are what a small kernel takes: it has too few bytes in flight to fill the memory's latency
-(Little's law). The host, which issues kernels one after another, is apart (`Roofline.host_seconds`).
+(Little's law). The host, which issues kernels one after another, is apart (`Roofline.host_seconds`). Exchanges are those
+of `stage.cost.network`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stage.cost.flash import Blocks, flash_seconds, work_of_pair
 from stage.cost.gemm import Units, matmul_seconds, tiles_of
+from stage.cost.network import Network
 from stage.cost.system import DTYPES, System
-from stage.cost.work import Kernel
+from stage.cost.work import Exchange, Kernel
 from stage.errors import StageError
 
-__all__ = ["ISSUES", "Columns", "Roofline", "columns_of"]
+__all__ = ["ISSUES", "Columns", "Roofline", "columns_of", "make"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -106,7 +109,7 @@ class Roofline:
     def __init__(self, system: System, issue: str = "eager") -> None:
         if issue not in ISSUES:
             raise StageError(f"the host issues {issue!r}: choose one of {', '.join(ISSUES)}")
-        self.system, self.issue = system, issue
+        self.system, self.issue, self.network = system, issue, Network(system)
         tile = system.tile or TILE
         efficiency = system.efficiency
         fastest = max(system.matrix_flops.get(dtype, 0.0) * BYTES[dtype] for dtype in DTYPES)
@@ -123,6 +126,10 @@ class Roofline:
     def kernels(self, kernels: Sequence[Kernel]) -> Floats:
         """Seconds of each kernel on the device, the gap after it included."""
         return self.price(columns_of(kernels))
+
+    def exchanges(self, exchanges: Sequence[Exchange]) -> Floats:
+        """Seconds of each exchange, from when all members are ready until the last is done."""
+        return self.network.exchanges(exchanges)
 
     def host_seconds(self, kernels: Sequence[Kernel]) -> Floats:
         """Seconds that the host takes to issue each kernel: a device runs no faster than its host issues.
@@ -183,6 +190,12 @@ class Roofline:
         clocks = np.full(peaks.shape, efficiency.softmax[backward])
         rate = peaks * efficiency.attention
         return flash_seconds(self.blocks, sizes, columns.share, rate, clocks, backward=backward)
+
+
+def make(system: System, argument: Path | None) -> Roofline:
+    """The model of a system, for the entry point; it reads no file."""
+    assert argument is None, "roofline is named, never given by a path"
+    return Roofline(system)
 
 
 def _calls(kernel: Kernel) -> float:

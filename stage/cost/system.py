@@ -27,7 +27,8 @@ class Tier:
     `bandwidth` is bytes a second that one device sends, over all its links of this tier together; `latency` is
     seconds from one end to the other. A torus has the size of each dimension in `dims`. With `shares_links` the
     tier is reached through the links of the one inside it, as a spine is through the adapter that leads to the
-    leaf. `in_network_reduction` says that switches can add (NVLink SHARP).
+    leaf. `in_network_reduction` says that switches can add (NVLink SHARP), `link` which generation the links are of
+    (`stage.cost.links.LINKS`).
     """
 
     name: str
@@ -39,6 +40,7 @@ class Tier:
     shares_links: bool = False
     in_network_reduction: bool = False
     picojoules_per_bit: float | None = None
+    link: str = "plain"
 
     def slice(self, count: int) -> "tuple[Tier, ...] | None":
         """Return the dimensions that connect `count` of the tier, each with its ranks; None if it can not.

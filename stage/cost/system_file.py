@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stage.cost.efficiency import read_efficiency
+from stage.cost.links import LINKS
 from stage.cost.reading import Reader, reading
 from stage.cost.system import DTYPES, TOPOLOGIES, System, Tier
 from stage.errors import StageError
@@ -139,6 +140,7 @@ def tier_of(where: str, table: object) -> Tier:
             shares_links=tier.flag("shares_links"),
             in_network_reduction=tier.flag("in_network_reduction"),
             picojoules_per_bit=tier.number("picojoules_per_bit") if tier.has("picojoules_per_bit") else None,
+            link=tier.choice("link", tuple(LINKS)) if tier.has("link") else "plain",
         )
 
 
