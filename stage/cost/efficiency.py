@@ -5,7 +5,8 @@ what each means physically and how those of the shipped systems were measured.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from stage.cost.reading import Reader, reading
 from stage.errors import StageError
@@ -51,26 +52,26 @@ class Efficiency:
 
 def read_efficiency(file: Reader, dtypes: tuple[str, ...]) -> Efficiency:
     """Return what the table [efficiency] of a system says, and the values of a system without it for the rest."""
-    found = Efficiency()
     if not file.has("efficiency"):
-        return found
+        return Efficiency()
+    found: dict[str, Any] = {}
     with reading(file.table_of("efficiency")) as table:
         if table.has("matrix_share"):
             with reading(table.table_of("matrix_share")) as matrix:
-                found = replace(found, matrix={key: share(matrix, key) for key in dtypes if matrix.has(key)})
+                found["matrix"] = {key: share(matrix, key) for key in dtypes if matrix.has(key)}
         for key in ("boost", "memory", "reuse", "attention"):
             if table.has(f"{key}_share"):
-                found = replace(found, **{key: share(table, f"{key}_share")})
+                found[key] = share(table, f"{key}_share")
         for key in ("kernel", "tile", "block"):
             if table.has(f"{key}_us"):
-                found = replace(found, **{key: 1e-6 * table.number(f"{key}_us")})
+                found[key] = 1e-6 * table.number(f"{key}_us")
         if table.has("attention_rows"):
-            found = replace(found, rows=table.integer("attention_rows"))
+            found["rows"] = table.integer("attention_rows")
         if table.has("operand_gb_s"):
-            found = replace(found, operand_bandwidth=1e9 * table.number("operand_gb_s"))
+            found["operand_bandwidth"] = 1e9 * table.number("operand_gb_s")
         if table.has("softmax_clocks"):
-            found = replace(found, softmax=forward_and_backward(table, "softmax_clocks"))
-    return found
+            found["softmax"] = forward_and_backward(table, "softmax_clocks")
+    return Efficiency(**found)
 
 
 def share(table: Reader, key: str) -> float:
@@ -85,7 +86,9 @@ def forward_and_backward(table: Reader, key: str) -> tuple[float, float]:
     """Return two numbers above 0."""
     given = table.value(key)
     if not isinstance(given, list) or len(given) != 2 or any(not is_positive(value) for value in given):
-        raise StageError(f"{table.where} {key} is {given!r}; two numbers above 0, forward and backward, are expected")
+        raise StageError(
+            f"{table.where} {key} is {given!r}; two numbers above 0, forward and backward, are expected"
+        )
     return float(given[0]), float(given[1])
 
 

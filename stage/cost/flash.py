@@ -47,10 +47,10 @@ def work_of_pair(attention: Attention, *, backward: bool) -> float:
     """FLOPs that a pair costs on matrix units: two products forward, five of a padded head backward.
 
     >>> work_of_pair(Attention(1, 1, 1, 8, 8, 192, 128, 1.0), backward=True)
-    2560
+    2560.0
     """
     if backward:
-        return 10 * 2 ** math.ceil(math.log2(max(attention.qk_dim, attention.v_dim)))
+        return 10.0 * 2.0 ** math.ceil(math.log2(max(attention.qk_dim, attention.v_dim)))
     return 2 * (attention.qk_dim + attention.v_dim)
 
 
@@ -76,4 +76,5 @@ def flash_seconds(
     edge = np.where(share < 1, STEP / 2, 0.0)
     mean = rows * np.minimum(whole, share * keys + edge) * pair + blocks.fill
     longest: Floats = rows * np.minimum(whole, 2 * share * keys + edge) * pair + blocks.fill
-    return np.maximum(count * mean / blocks.units + LATE * longest, longest)
+    seconds: Floats = np.maximum(count * mean / blocks.units + LATE * longest, longest)
+    return seconds

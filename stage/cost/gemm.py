@@ -60,7 +60,11 @@ def tiles_of(tile: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def matmul_seconds(
-    units: Units, sizes: tuple[Floats, Floats, Floats, Floats], boost: Floats, sustained: Floats, width: Floats
+    units: Units,
+    sizes: tuple[Floats, Floats, Floats, Floats],
+    boost: Floats,
+    sustained: Floats,
+    width: Floats,
 ) -> Floats:
     """Seconds of products of groups x (m x k by k x n), each the fastest over tiles and parts of k.
 

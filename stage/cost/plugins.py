@@ -60,7 +60,9 @@ def _made(point: EntryPoint, system: System, argument: Path | None) -> CostModel
         make = point.load()
     except (ImportError, AttributeError) as err:
         line = " ".join(str(err).split())
-        raise StageError(f"the cost model {point.name!r} ({point.value}) can not be loaded ({line}): reinstall it") from err
+        raise StageError(
+            f"the cost model {point.name!r} ({point.value}) can not be loaded ({line}): reinstall it"
+        ) from err
     model: CostModel = make(system, argument)
     for method in ("kernels", "exchanges"):
         if not callable(getattr(model, method, None)):

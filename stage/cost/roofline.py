@@ -4,95 +4,36 @@ Arithmetic is at the peak of the units that do it, with what shapes lose: `stage
 `stage.cost.flash` for fused attention, and the plain peak where nothing but FLOPs and bytes is known. Traffic is at the
 bandwidth of memory, less what the last cache still holds. To the longer one come the start and end of the kernel and
 the gap after it, which are what a small kernel takes: it has too few bytes in flight to fill the memory's latency
-(Little's law). The host, which issues kernels one after another, is apart (`Roofline.host_seconds`). Exchanges are those
-of `stage.cost.network`.
+(Little's law). The host, which issues kernels one after another, is apart (`Roofline.host_seconds`). Exchanges are
+those of `stage.cost.network`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stage.cost.flash import Blocks, flash_seconds, work_of_pair
+from stage.cost.columns import BACKWARD, BYTES, FORWARD, PRODUCT, VECTOR, Columns, columns_of
+from stage.cost.flash import Blocks, flash_seconds
 from stage.cost.gemm import Units, matmul_seconds, tiles_of
 from stage.cost.network import Network
 from stage.cost.system import DTYPES, System
 from stage.cost.work import Exchange, Kernel
 from stage.errors import StageError
 
-__all__ = ["ISSUES", "Columns", "Roofline", "columns_of", "make"]
+__all__ = ["ISSUES", "Roofline", "make"]
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-VECTOR, MATRIX, PRODUCT, FORWARD, BACKWARD = range(5)
-"""What bounds the arithmetic: the vector units, the matrix units by FLOPs alone, by shape, or fused attention."""
 
 ISSUES = ("eager", "compiled", "graph")
 """How the host issues: op by op of a framework, one launch a kernel, or one launch of all (CUDA graphs)."""
-
-BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "mxfp8": 1, "int8": 1, "fp6": 0.75, "fp4": 0.5}
-"""Of an element, without scales."""
 
 EXPOSED = 0.5
 """Of the time to store a product's result, or to add it to what is there: the loops of other tiles hide the rest."""
 
 TILE, STEP, CLOCK = (256, 256), 16, 1.8e9
 """Where a system does not say the largest tile, the depth of an instruction, or its clock."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Kernels as columns, one entry each: `family`, `dtype` (a place in DTYPES), `flops` and `bytes`, and sizes.
-
-    Sizes are groups, m, n, k of a product; of attention heads of all the batch, queries, keys, and FLOPs of a pair. `share`
-    is that of an attention's pairs that meet, `stored` the bytes of a product's result. What a family does not need is 1.
-    """
-
-    family: Ints
-    dtype: Ints
-    flops: Floats
-    bytes: Floats
-    groups: Floats
-    m: Floats
-    n: Floats
-    k: Floats
-    share: Floats
-    stored: Floats
-
-    def take(self, rows: Ints) -> "Columns":
-        """Some of the kernels."""
-        return Columns(*(getattr(self, field.name)[rows] for field in fields(self)))
-
-
-def columns_of(kernels: Sequence[Kernel]) -> Columns:
-    """Kernels as columns."""
-    rows = [_row(kernel) for kernel in kernels]
-    table = np.array(rows, np.float64).reshape(len(rows), len(fields(Columns)))
-    return Columns(table[:, 0].astype(np.int64), table[:, 1].astype(np.int64), *table[:, 2:].T)
-
-
-def _row(kernel: Kernel) -> tuple[float, ...]:
-    """The entries of a kernel; one of unknown op is taken for matrix multiplication, as simulators with one peak do."""
-    known, unknown = (kernel.flops, kernel.bytes), (1.0,) * 6
-    if not kernel.matmul and kernel.op:
-        return VECTOR, -1, *known, *unknown
-    name = kernel.multiplies or "bf16"
-    if name not in DTYPES:
-        raise StageError(f"kernel {kernel.op or '(no op)'} multiplies {name!r}: give it one of {', '.join(DTYPES)}")
-    dtype = DTYPES.index(name)
-    if kernel.attention is not None:
-        one, backward = kernel.attention, kernel.op == "attention_backward"
-        work = work_of_pair(one, backward=backward)
-        sizes = (one.batch * one.heads, one.queries, one.keys, work, one.share, 1.0)
-        return (BACKWARD if backward else FORWARD), dtype, *known, *sizes
-    if kernel.product is not None:
-        groups, m, n, k = kernel.product
-        stored = kernel.bytes - BYTES[name] * groups * k * (m + n)
-        return PRODUCT, dtype, *known, groups, m, n, k, 1.0, max(0.0, stored)
-    return MATRIX, dtype, *known, *unknown
 
 
 class Roofline:
@@ -103,7 +44,7 @@ class Roofline:
     >>> square = Kernel("contract", "bf16", 2 * 8192**3, 6 * 8192**2, "8192x8192,8192x8192->8192x8192", True)
     >>> add = Kernel("add", "bf16", 2**30, 6 * 2**30, "1073741824,1073741824->1073741824")
     >>> [float(seconds.round(4)) for seconds in model.kernels([square, add])]
-    [0.0014, 0.0023]
+    [0.0014, 0.0022]
     """
 
     def __init__(self, system: System, issue: str = "eager") -> None:
@@ -145,8 +86,14 @@ class Roofline:
     def price(self, columns: Columns) -> Floats:
         """Seconds of each kernel of some columns: nothing here is done kernel by kernel."""
         peaks = self._peaks(columns)
-        arithmetic = columns.flops / np.where(columns.family == VECTOR, self.vector, peaks * self.shares[columns.dtype])
-        for family, seconds in ((PRODUCT, self._products), (FORWARD, self._forward), (BACKWARD, self._backward)):
+        arithmetic = columns.flops / np.where(
+            columns.family == VECTOR, self.vector, peaks * self.shares[columns.dtype]
+        )
+        for family, seconds in (
+            (PRODUCT, self._products),
+            (FORWARD, self._forward),
+            (BACKWARD, self._backward),
+        ):
             rows = np.flatnonzero(columns.family == family)
             if rows.size:
                 arithmetic[rows] = seconds(columns.take(rows), peaks[rows])
@@ -156,7 +103,7 @@ class Roofline:
     def traffic(self, moved: Floats) -> Floats:
         """Seconds of reads and writes: all from memory, but for what the last cache still has of a small kernel's.
 
-        Of the bytes b of a kernel a share `reuse` was used just before, and a cache of C bytes still holds 1 - b/C of it.
+        Of the bytes b of a kernel a share `reuse` was used just before, and a cache of C bytes holds 1 - b/C of it.
         """
         system, efficiency = self.system, self.system.efficiency
         held = 0.0 if system.l2_bytes is None else np.maximum(0.0, 1 - moved / system.l2_bytes)
@@ -177,7 +124,9 @@ class Roofline:
         sizes = columns.groups, columns.m, columns.n, columns.k
         boost, sustained = peaks * self.system.efficiency.boost, peaks * self.shares[columns.dtype]
         loops = matmul_seconds(self.units, sizes, boost, sustained, self.widths[columns.dtype])
-        return loops + EXPOSED * columns.stored / (self.system.memory_bandwidth * self.system.efficiency.memory)
+        return loops + EXPOSED * columns.stored / (
+            self.system.memory_bandwidth * self.system.efficiency.memory
+        )
 
     def _forward(self, columns: Columns, peaks: Floats) -> Floats:
         return self._attention(columns, peaks, backward=False)

@@ -1,4 +1,4 @@
-"""Sizes of a kernel's products of matrices, from the shapes of its operands and results and its number of operations."""
+"""Sizes of a kernel's products of matrices, from the shapes of what it reads and makes and its number of operations."""
 
 import math
 from collections import Counter
@@ -80,13 +80,13 @@ def _scores(shapes: Sequence[Shape]) -> float:
     return 0
 
 
-def attention_of(op: str, flops: float, operands: Sequence[Shape], results: Sequence[Shape]) -> Attention | None:
+def attention_of(op: str, flops: float, operands: Sequence[Shape]) -> Attention | None:
     """The sizes of a fused attention, forward or backward, None for another op or without shapes.
 
     Forward reads q, k, v[batch, seq, heads, dim] and multiplies twice, backward dy, q, k, v and five times, three of
     which are as long as a query and two as a value (`stage.ops.attention`); what is left of all pairs is the share.
 
-    >>> attention_of("attention", 2 * 8 * 8 / 2 * (4 + 2), [(1, 8, 1, 4), (1, 8, 1, 4), (1, 8, 1, 2)], [])
+    >>> attention_of("attention", 2 * 8 * 8 / 2 * (4 + 2), [(1, 8, 1, 4), (1, 8, 1, 4), (1, 8, 1, 2)])
     Attention(batch=1, heads=1, kv_heads=1, queries=8, keys=8, qk_dim=4, v_dim=2, share=0.5)
     """
     if op not in {"attention", "attention_backward"}:

@@ -61,7 +61,7 @@ class Kernel:
     @cached_property
     def attention(self) -> Attention | None:
         """The sizes of a fused attention, None where shapes are not known or it is another kernel."""
-        return attention_of(self.op, self.flops, self.operands, self.results)
+        return attention_of(self.op, self.flops, self.operands)
 
     @cached_property
     def multiplies(self) -> str:
