@@ -67,7 +67,7 @@ def _core(node: "Node") -> bool:
 
 
 def _norm(node: "Node") -> bool:
-    return node.op == "norm"
+    return node.op in ("norm", "norm_scale")
 
 
 MODULES: dict[str, Module] = {

@@ -44,6 +44,7 @@ ALLTOALL = ("collective", "p2p")
 LARGEST_FACTOR = 1_000_000
 GRAD_REDUCE = ("step", "microbatch")
 CONTEXT_BALANCES = ("zigzag", "none")
+STREAMS = ("single", "per-axis")
 ARCHITECTURES = ("dense", "moe")
 
 
@@ -83,6 +84,9 @@ class Strategy:
         None  # gradients are reduced once a `step` or `microbatch`; None is by the zero stage
     )
     context_balance: str = "zigzag"  # parts of a sequence that have equal causal work, or "none": consecutive
+    tp_overlap_chunks: int = 1  # of a collective next to a matrix multiplication, and of that
+    moe_shared_expert_overlap: bool = False  # shared experts run while tokens are dispatched to the others
+    streams: str = "single"  # of communication: one, or one for each set of axes
     bucket_first_stage: bool = False  # only the first pipeline stage cuts its gradients into buckets
     expert_load: str = BALANCED  # tokens of the experts: balanced, zipf:EXPONENT, or a file of histograms
     seed: int | None = None  # which experts a drawn load makes popular; None is 0
@@ -282,6 +286,9 @@ _KEYS: dict[str, Callable[[object, str], object]] = {
     "grad_reduce": _choice(GRAD_REDUCE),
     "context_balance": _choice(CONTEXT_BALANCES),
     "bucket_first_stage": _flag,
+    "tp_overlap_chunks": _integer(1),
+    "moe_shared_expert_overlap": _flag,
+    "streams": _choice(STREAMS),
     "fuse": _flag,
     "expert_load": check_expert_load,
     "seed": _integer(0, (1 << 63) - 1),

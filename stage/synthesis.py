@@ -10,23 +10,19 @@ from typing import Any
 
 import numpy as np
 
+from stage.block_graphs import differentiated_block, finished_block, sharded_block, symbol_values
 from stage.describe import describe
 from stage.errors import StrategyError
 from stage.model import Block, Model
-from stage.passes.backward import Differentiated, differentiate
-from stage.passes.fuse import fuse
-from stage.passes.precision import Precision, quantize
-from stage.passes.recompute import recompute
-from stage.passes.ring import circulate, expand_ring
-from stage.passes.shard import rest_layout, shard
-from stage.passes.unfuse import unfuse
+from stage.passes.backward import Differentiated
+from stage.passes.check_overlap import check_overlap
+from stage.passes.shard import rest_layout
 from stage.pipeline.schedules import get_schedule
 from stage.pipeline.stages import Unit, cut
-from stage.precision import FP8, RECIPES
+from stage.precision import FP8
 from stage.request import Request, resolve_request
 from stage.strategy import Strategy
-from stage.symbols import dtype_bytes, size
-from stage.tensor import Dim, Tensor
+from stage.symbols import dtype_bytes
 from stage.trace.buckets import Bucket, plan_buckets
 from stage.trace.capacity import check_capacity, check_tags
 from stage.trace.concrete import Concrete
@@ -41,7 +37,7 @@ from stage.trace.routing import Routing, make_routing
 from stage.trace.stage_program import stage_program
 from stage.traceset import Job, TraceSet
 
-__all__ = ["sharded_block", "synthesize"]
+__all__ = ["differentiated_block", "job", "sharded_block", "symbol_values", "synthesize"]
 
 
 def synthesize(
@@ -63,44 +59,6 @@ def synthesize(
 
 Kinds = dict[tuple[Block, bool], BlockKind]
 """By the block, and whether it is recomputed."""
-
-
-def sharded_block(request: Request, block: Block) -> Differentiated:
-    """A block's forward and backward graphs on the request's mesh; a layer's with recomputation as asked."""
-    both = differentiated_block(request, block)
-    return recompute(both, request.strategy.recompute) if block in request.model.layers else both
-
-
-def differentiated_block(request: Request, block: Block) -> Differentiated:
-    """A block's forward and backward graphs on the request's mesh, where nothing is recomputed."""
-    mesh, strategy = request.mesh, request.strategy
-    sizes = symbol_values(request)
-    whole = unfuse(request.model.graph(block), request.table, mesh)
-    if strategy.contexts.circulates:
-        whole = circulate(whole)
-    graph = shard(fuse(whole) if strategy.fuse else whole, request.table, mesh, sizes)
-    both = differentiate(graph, [name for name, _ in mesh.atoms], frozenset(mesh.expand(strategy.regather)))
-    both = expand_ring(both, mesh, sizes, consecutive=strategy.context_balance == "none")
-    return both if strategy.fp8 == "none" else quantize(both, precision(strategy), mesh, sizes)
-
-
-def precision(strategy: Strategy) -> Precision:
-    """How blocks are quantised: whole weights are kept over a step, but for those of FSDP."""
-    return Precision(
-        RECIPES[strategy.fp8],
-        cached=strategy.zero < 3,
-        stored=strategy.fp8_param_gather,
-        dispatch=strategy.fp8_dispatch,
-    )
-
-
-def symbol_values(request: Request) -> dict[str, int]:
-    """A value for every size symbol; `sources` is how many parts the slots of an expert come from."""
-    tokens = Tensor("tokens", (Dim("batch", size("batch")), Dim("seq", size("seq"))))
-    values, mesh = dict(request.sizes), request.mesh
-    rest = rest_layout(tokens, request.table, mesh, values)
-    parts = {*rest.sharding, *mesh.expand(request.strategy.axes("slots"))}
-    return values | {"sources": mesh.degree(parts)}
 
 
 def job(request: Request) -> Job:
@@ -125,6 +83,7 @@ def job(request: Request) -> Job:
     )
     stages = cut(model, request.pipeline, request.stage_layers, request.strategy.recompute)
     kinds = _kinds(request, stages, concrete)
+    check_overlap(request.strategy, [kind.both for kind in kinds.values()])
     step = _step_plan(request, kinds, widths, concrete)
     classes = Partition.of(mesh, [atom for kind in kinds.values() for atom in kind.variants])
     _check_balance(request, kinds.values())
@@ -152,7 +111,7 @@ def _kinds(request: Request, stages: list[list[Unit]], concrete: Concrete) -> Ki
     plain = {block: differentiated_block(request, block) for block in blocks}
     kinds: Kinds = {}
     for block, again in dict.fromkeys(unit.kind for units in stages for unit in units):
-        both = recompute(plain[block], request.strategy.recompute) if again else plain[block]
+        both = finished_block(request, plain[block], again=again)
         kinds[block, again] = _kind(request, block, both, concrete)
     return kinds
 
@@ -177,6 +136,7 @@ def _kind(request: Request, block: Block, both: Differentiated, concrete: Concre
         numbers=(*own, *request.pipeline.marks),
         gathered=_gathered(request),
         split=get_schedule(strategy.schedule).splits,
+        streams=strategy.streams,
         routings=routings,
     )
 
@@ -235,6 +195,8 @@ def _step_plan(request: Request, kinds: Kinds, widths: Mapping[str, int], concre
         sharding=sharding,
         prefetch=strategy.prefetch,
         reshard=reshard,
+        data=tuple(sorted({p.data for kind in kinds.values() for p in kind.parameters})),
+        streams=strategy.streams,
         delayed_scaling=strategy.fp8 == "delayed",
         mesh=mesh,
         widths=widths,

@@ -21,10 +21,11 @@ from stage.trace.classes import RankClasses
 from stage.trace.expand import ClassImage, Encoded, expand
 from stage.trace.groups import GroupTable
 from stage.trace.image import NameStyle, Widths
-from stage.trace.limits import exceeded
+from stage.trace.limits import ONE_AT_A_TIME, exceeded
 from stage.trace.node import TraceNode
 from stage.trace.partition import STAGES, Partition
 from stage.trace.program import Program
+from stage.trace.streams import several_streams
 from stage.trace.totals import totals
 from stage.trace.wire import encode_metadata, frame, read_trace
 
@@ -136,9 +137,11 @@ class TraceSet:
 
     @property
     def warnings(self) -> list[str]:
-        """Limits of single consumers that the job exceeds."""
+        """Limits of single consumers that the job exceeds, and what its streams risk in some."""
         tag = max((summary.get("largest_tag", 0) for summary in self.summaries), default=0)
-        return [text for _, text in exceeded(self.world, self.classes.groups.count, tag)]
+        several = several_streams(self.description, self.summaries)
+        limits = [text for _, text in exceeded(self.world, self.classes.groups.count, tag)]
+        return [*limits, *([ONE_AT_A_TIME] if several else [])]
 
     def _class_entry(self, number: int) -> dict[str, Any]:
         size, sha256 = self.classes.digest(number)

@@ -4,12 +4,9 @@ Nothing here asks the passes that shard, lower or schedule: a dim takes its axes
 share is the whole divided by degrees, and what is replicated is what no axis divides.
 """
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -19,13 +16,10 @@ from stage.mesh import Mesh
 from stage.model import Block
 from stage.ops import get_op
 from stage.passes.backward import differentiate
-from stage.passes.ring import circulate
 from stage.passes.shard import Table
 from stage.passes.unfuse import unfuse
 from stage.request import Request
-from stage.symbols import dtype_bytes, evaluate, exact
-from stage.synthesis import sharded_block, symbol_values
-from stage.tensor import Tensor
+from stage.symbols import evaluate
 from tests.small import request as small
 
 
@@ -71,11 +65,29 @@ def contractions(model: str, attention: str, mask: str, mtp: bool) -> dict[str, 
     return found
 
 
-def recomputed(asked: Request, name: str) -> bool:
-    """Whether a forward node of a layer runs again."""
-    return {"none": False, "full": True, "selective": "core" in name.split(".")}[
-        str(asked.strategy.recompute)
-    ]
+AGAIN: dict[str, Callable[[list[str]], bool]] = {
+    "attention": lambda path: "core" in path,
+    "norm": lambda _: False,
+    "act": lambda _: False,
+    "up_proj": lambda path: path[-1] in ("up_proj", "gate_proj"),
+    "mlp": lambda path: "mlp" in path,
+    "moe": lambda path: "moe" in path,
+}
+"""Which matrix multiplications run again, by the op of a policy."""
+
+
+def chosen(asked: Request, position: int) -> bool:
+    """Whether anything runs again of the layer at this position of its stage (-1 for embedding and head)."""
+    head, _, rest = str(asked.strategy.recompute).partition(":")
+    return position >= 0 and head != "none" and (head != "every" or (position + 1) % int(rest) == 0)
+
+
+def recomputed(asked: Request, position: int, name: str) -> bool:
+    """Whether a matrix multiplication of a layer runs again."""
+    head, _, rest = str(asked.strategy.recompute).partition(":")
+    modules = {"selective": ["attention"], "ops": rest.split(",")}.get(head)
+    every = modules is None or any(AGAIN[module](name.split(".")) for module in modules)
+    return chosen(asked, position) and every
 
 
 def work(asked: Request) -> int:
@@ -88,12 +100,12 @@ def work(asked: Request) -> int:
         asked.model.name, options.attention, options.mask, bool(asked.model.sizes.get("mtp"))
     )
     ranks, total = mesh.world // asked.degrees["pp"], 0
-    for block in asked.model.blocks:
+    held = [unit for rank in range(asked.pipeline.ranks) for unit in units(asked, rank)]
+    for block, position in held:
         for phase, name, form, dims in table[block.kind]:
             axes = taken(dims, asked.table, mesh, name)
             split = prod(mesh.degree(divisible(asked, dim, atoms)) for dim, atoms in axes.items())
-            layer = block in asked.model.layers and recomputed(asked, name)
-            runs = 1 + (layer and phase == "forward")
+            runs = 1 + (phase == "forward" and recomputed(asked, position, name))
             total += evaluate(form, {**asked.sizes, "sources": 1}) * runs * (ranks // split)
     return total * asked.micro_batches * asked.steps
 
@@ -157,18 +169,21 @@ def weights(asked: Request, block: Block) -> Iterator[Weight]:
         )  # fmt: skip
 
 
-def units(asked: Request, rank: int) -> list[Block]:
-    """The blocks that a pipeline rank holds, by `stage_layers` or evenly."""
+def units(asked: Request, rank: int) -> list[tuple[Block, int]]:
+    """The blocks that a pipeline rank holds, by `stage_layers` or evenly, and the position in its stage of a layer.
+
+    Embedding and head have the position -1.
+    """
     pipeline, model = asked.pipeline, asked.model
     stages = pipeline.stages
     counts = asked.stage_layers or (len(model.layers) // stages,) * stages
     first = [sum(counts[:i]) for i in range(stages)]
-    held: list[Block] = []
+    held: list[tuple[Block, int]] = []
     for chunk in range(pipeline.chunks):
         stage = pipeline.stage(rank, chunk)
-        held += [model.embedding] if stage == 0 else []
-        held += model.layers[first[stage] : first[stage] + counts[stage]]
-        held += [model.head] if stage == stages - 1 else []
+        held += [(model.embedding, -1)] if stage == 0 else []
+        held += [(model.layers[first[stage] + i], i) for i in range(counts[stage])]
+        held += [(model.head, -1)] if stage == stages - 1 else []
     return held
 
 
@@ -176,7 +191,7 @@ def stored(asked: Request, rank: int) -> list[Weight]:
     """The parameters that a pipeline rank holds, each once."""
     kinds = {block: list(weights(asked, block)) for block in dict.fromkeys(asked.model.blocks)}
     found, seen = list[Weight](), set[str]()
-    for block in units(asked, rank):
+    for block, _ in units(asked, rank):
         found += [w for w in kinds[block] if not (w.shared and w.name in seen)]
         seen |= {w.name for w in kinds[block] if w.shared}
     return found
@@ -198,102 +213,3 @@ def states(asked: Request, rank: int) -> tuple[int, int]:
         total += w.elements // shards if w.elements % shards == 0 else w.elements // shards + 1
         padding += 0 if shards == 1 else 64 * asked.sizes.get("experts", 1) + 128
     return total, padding
-
-
-# ---------------------------------------------------------------- communication
-
-Key = tuple[str, str, str, int]
-
-
-def state_change(before: Any, after: Any, atoms: tuple[str, ...]) -> str | None:
-    """What moves a tensor from one layout to another over these axes; None where no rank needs what another has."""
-    (src, dst), *more = {(_word(before.state(atom)), _word(after.state(atom))) for atom in atoms}
-    if more:
-        return "permute"
-    if (src, dst) == ("shard", "shard"):
-        moved = any(before.state(atom) != after.state(atom) for atom in atoms)
-        return "all_to_all" if moved else "permute"
-    table = {
-        ("P", "shard"): "reduce_scatter", ("P", "whole"): "all_reduce", ("shard", "whole"): "all_gather",
-    }  # fmt: skip
-    return table.get((src, dst))
-
-
-def _word(state: Any) -> str:
-    return "shard" if isinstance(state, int) else "P" if state == "P" else "whole"
-
-
-def local_bytes(asked: Request, tensor: Tensor, layout: Any, sizes: Any) -> int:
-    """Bytes of a device's part of a tensor."""
-    names = {"compute": asked.dtype, "gradient": asked.grad_dtype}
-    width = dtype_bytes(names.get(tensor.dtype, tensor.dtype))
-    elements = Fraction(1)
-    for dim in tensor.dims:
-        elements *= exact(dim.size, sizes)
-    size = elements * width / asked.mesh.degree([atom for atoms in layout.dims for atom in atoms])
-    assert size.denominator == 1
-    return size.numerator
-
-
-def activations(asked: Request, rank: int) -> Counter[Key]:
-    """(phase, kind, axes, bytes) -> collectives of activations on a pipeline rank, read off the layouts of its blocks.
-
-    The kind is what a change of layout is, whatever the node is called; the bytes are the device's part before it.
-    """
-    sizes, found = symbol_values(asked), Counter[Key]()
-    for block, times in Counter(units(asked, rank)).items():
-        both = sharded_block(asked, block)
-        for graph in (both.forward, both.backward):
-            for node in graph.nodes:
-                if "step" not in node.attrs:
-                    continue
-                (source,), (result,), axes = node.inputs, node.outputs, node.attrs["step"].axes
-                kind = state_change(graph.layouts[source], graph.layouts[result], axes)
-                if kind is not None:
-                    size = local_bytes(asked, graph.tensors[source], graph.layouts[source], sizes)
-                    found[node.phase, kind, " ".join(axes), size] += times * asked.micro_batches * asked.steps
-    return found
-
-
-def messages(asked: Request, rank: int) -> Counter[tuple[str, int]]:
-    """(op, peer's pipeline rank) -> messages of all micro-batches and steps."""
-    found: Counter[tuple[str, int]] = Counter()
-    places = [asked.pipeline.place(stage)[0] for stage in range(asked.pipeline.stages)]
-    for a, b in pairwise(places):
-        for own, other in ((a, b), (b, a)):
-            if a != b and own == rank:
-                found["send", other] += asked.micro_batches * asked.steps
-                found["recv", other] += asked.micro_batches * asked.steps
-    return found
-
-
-def circulated(asked: Request, rank: int) -> Counter[tuple[str, str]]:
-    """(phase, op) -> bytes that a rank sends and receives in rings of keys and values (Liu et al. 2023).
-
-    Of n ranks each passes its keys and values on n - 1 times; backward once more so, and their gradients n times in
-    fp32, the last turn bringing them home.
-    """
-    mesh, found = asked.mesh, Counter[tuple[str, str]]()
-    if not asked.strategy.contexts.circulates:
-        return found
-    n = asked.degrees["cp"] // asked.strategy.contexts.ulysses(asked.degrees["cp"])
-    for block in units(asked, rank):
-        graph = circulate(asked.model.graph(block))
-        for node in (node for node in graph.nodes if node.op == "attention") if n > 1 else ():
-            dims, operands = dims_of(graph, node)
-            axes, elements = taken(dims, asked.table, mesh, node.name), 0
-            for tensor, own in zip(graph.operands(node)[1:3], operands[1:3], strict=True):
-                shards = [
-                    divisible(asked, d.name, axes.get(f, ())) for d, f in zip(tensor.dims, own, strict=True)
-                ]
-                elements += evaluate(tensor.elements, asked.sizes) // prod(
-                    mesh.degree(atoms) for atoms in shards
-                )
-            moved = elements * dtype_bytes(asked.dtype) * (n - 1) * asked.micro_batches * asked.steps
-            again = block in asked.model.layers and recomputed(asked, node.name)
-            for op in ("send", "recv"):
-                found["forward", op] += moved
-                found["backward", op] += moved + elements * 4 * n * asked.micro_batches * asked.steps
-                if again:
-                    found["recompute", op] += moved
-    return found

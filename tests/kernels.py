@@ -360,6 +360,19 @@ def join(call: Call) -> list[Floats]:
     return [np.concatenate([np.broadcast_to(p, (*out.shape[:-1], p.shape[-1])) for p in parts], axis=-1)]
 
 
+def chunk(call: Call) -> list[Floats]:
+    """The elements of a dim by (block, chunk, rest), of which one chunk is taken."""
+    x, dim, blocks = call.operands[0].value, call.attrs["dim"], call.attrs["blocks"]
+    parts = x.reshape((*x.shape[:dim], blocks, call.attrs["of"], -1, *x.shape[dim + 1 :]))
+    return [parts.take(call.attrs["index"], axis=dim + 1).reshape(call.results[0].shape)]
+
+
+def join_chunks(call: Call) -> list[Floats]:
+    dim, blocks = call.attrs["dim"], call.attrs["blocks"]
+    parts = [x.reshape((*x.shape[:dim], blocks, -1, *x.shape[dim + 1 :])) for x in call.values]
+    return [np.stack(parts, axis=dim + 1).reshape(call.results[0].shape)]
+
+
 KERNELS: Mapping[str, Callable[[Call], list[Floats]]] = {
     f.__name__: f
     for f in (
@@ -375,7 +388,7 @@ KERNELS: Mapping[str, Callable[[Call], list[Floats]]] = {
         ),
         *(attention, attention_backward, attention_softmax, attention_softmax_backward, pointwise, split),
         *(attention_merge, cast),
-        *(pointwise_backward, add, reduce, dropout, dropout_backward, quantize, amax),
+        *(pointwise_backward, add, reduce, dropout, dropout_backward, chunk, join_chunks, quantize, amax),
         *(norm_sums, norm_sums_backward, norm_scale, norm_scale_backward),
     )
 } | {"split_backward": split, "requantize": quantize}

@@ -62,7 +62,7 @@ def terms(node: Node) -> list[Term]:
     n, outs = len(node.inputs), tuple(range(len(node.outputs)))
     if node.op == EXCHANGE:
         return [Term((i,), (i,), (i,)) for i in range(n)]
-    if node.op in ("add", "join", "cast"):
+    if node.op in ("add", "join", "cast", "chunk", "join_chunks"):
         return [Term(tuple(range(n)), outs, tuple(range(n)), additive=True)]
     if node.op == "sort_by_expert":
         return [Term(tuple(range(n)), outs, (n - 1,))]

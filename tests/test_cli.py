@@ -63,6 +63,7 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "--fp8-dispatch --no-clip --vocab-multiple 64 --dropout --steps 2 "
         "--reshard-after-forward 2 --prefetch 2 --no-overlap-grad --param-dtype fp8 "
         "--set layers=4,heads=2 --set d_ff=8 --ranks 0-1,7 --attention unfused --mask full --mtp --bucket-size 9 --context ring "
+        "--overlap-chunks 4 --moe-shared-expert-overlap --streams per-axis "
         f"--out {tmp_path / 't'} --force --json --placement {placement} --resume --jobs 3 --dask tcp://host:8786 "
         "--expert-load zipf:1.1 --seed 3 --capacity-factor 1.25 --pad-to-capacity --alltoall p2p"
     )
@@ -114,6 +115,9 @@ def test_synth_passes_every_option_on(recorder: Recorder, tmp_path: Path) -> Non
         "mask": "full",
         "mtp": True,
         "bucket_size": 9,
+        "tp_overlap_chunks": 4,
+        "moe_shared_expert_overlap": True,
+        "streams": "per-axis",
         "placement": [1, 0],
     }
     assert where == (str(tmp_path / "t"),)
@@ -484,17 +488,20 @@ def test_verify_exits_0_without_defects(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_export_lists_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
-    def export_astra_sim(path: Path, out: Path, system: str, *, force: bool, progress: object) -> None:
+    def export_astra_sim(path: Path, out: Path, system: str, *, force: bool, progress: object) -> list[str]:
         assert progress is None
         assert not force
         out.mkdir()
         (out / "run.sh").write_text(f"{path} {system}")
+        return ["it may hang"]
 
     stand_in(monkeypatch, "stage.io.astra_sim", export_astra_sim=export_astra_sim)
     out = tmp_path / "kit"
     line = ["export", "t", "--to", "astra-sim", "--system", "h100", "--out", str(out)]
     assert main([*line, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"out": str(out), "files": ["run.sh"]}
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"out": str(out), "files": ["run.sh"]}
+    assert printed.err == "stage: warning: it may hang\n"
     assert (out / "run.sh").read_text() == "t h100"
 
 

@@ -16,9 +16,9 @@ from sympy.core.cache import clear_cache
 import stage.passes.backward
 import stage.symbols
 import stage.synthesis
+import stage.trace.concrete
 import stage.trace.expand
 import stage.trace.kind
-import stage.trace.lower
 import stage.trace.stage_program
 from stage.synthesis import synthesize
 from stage.trace.classes import RankClasses
@@ -28,7 +28,7 @@ from stage.verification import verify_set
 
 SIZES = {"d_model": 256, "d_ff": 512, "heads": 16, "kv_heads": 16, "head_dim": 16, "vocab": 512}
 COUNTED = {
-    "expressions made exact": (stage.trace.lower, "exact"),
+    "expressions made exact": (stage.trace.concrete, "exact"),
     "blocks sharded": (stage.synthesis, "shard"),
     "blocks differentiated": (stage.synthesis, "differentiate"),
     "blocks lowered": (stage.trace.kind, "lower"),

@@ -44,6 +44,7 @@ LEVELS = (
     ("describe",),
     ("traceset",),
     ("verification",),
+    ("block_graphs",),
     ("synthesis",),
     ("summary",),
     ("cli",),

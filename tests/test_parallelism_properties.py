@@ -23,14 +23,34 @@ from stage.trace.node import NodeType, TraceNode
 from stage.trace.verify import verify
 from stage.traceset import TraceSet
 from tests import expected
+from tests import expected_communication as sent_by
 from tests.small import MODELS, STRATEGIES, request, uses
 from tests.test_conservation import ADAM_FLOPS, MATMULS, build_padded
 
 FP32 = 4
 FAMILIES = ("llama3-8b", "gpt3-125m", "qwen3-8b", "mixtral-8x7b", "gpt-oss-20b", "deepseek-v3")
 
+SEQ = 4096
+LARGE = {
+    "d_model": 1024, "heads": 8, "head_dim": 128, "d_ff": 4096, "vocab": 4096, "seq": SEQ, "positions": SEQ,
+    "experts": 8, "expert_d_ff": 4096, "shared_d_ff": 4096, "q_lora_rank": 512, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 128, "v_head_dim": 128,
+}  # fmt: skip
+"""Sizes that divide by whatever is drawn; nothing is computed with them."""
+
 OPTIONS: dict[str, st.SearchStrategy[Any]] = {
-    "recompute": st.sampled_from(["none", "full", "selective"]),
+    "recompute": st.sampled_from(
+        [
+            "none",
+            "full",
+            "selective",
+            "every:2",
+            "ops:attention,norm",
+            "ops:up_proj,act",
+            "ops:mlp",
+            "ops:moe",
+        ]
+    ),
     "zero": st.integers(0, 3),
     "attention": st.sampled_from(["fused", "unfused"]),
     "mask": st.sampled_from(["causal", "full"]),
@@ -45,8 +65,10 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "tp_x": st.sampled_from([1, 2, 4]),
     "context": st.sampled_from(["ring", "ulysses", "ring:2x2", "all_gather"]),
     "context_balance": st.sampled_from(["zigzag", "none"]),
+    "prefetch": st.integers(0, 2),
     "regather": st.sampled_from([(), ("tp",), ("cp", "tp")]),
     "fuse": st.booleans(),
+    "fp8": st.sampled_from(["none", "tensorwise", "blockwise", "mxfp8"]),
     "grad_dtype": st.sampled_from(["fp32", "bf16"]),
     "clip": st.booleans(),
     "steps": st.sampled_from([1, 1, 2]),
@@ -57,7 +79,8 @@ ONLY: dict[str, Callable[[str, str, dict[str, int]], bool]] = {
     "mtp": lambda model, _, __: model == "deepseek-v3",
     "tp_x": lambda _, strategy, mesh: uses(strategy, {"tp_x": 2}) and "tp" in mesh,
     "dp_shard": lambda _, strategy, mesh: strategy == "hsdp" and "dp" in mesh,
-    "reshard_after_forward": lambda _, strategy, __: strategy != "hsdp",
+    "reshard_after_forward": lambda _, strategy, __: strategy == "fsdp",
+    "prefetch": lambda _, strategy, __: strategy in ("fsdp", "hsdp"),
     "context": lambda _, __, mesh: "cp" in mesh,
     "context_balance": lambda _, __, mesh: "cp" in mesh,
 }
@@ -94,16 +117,11 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
     layers = draw(st.lists(st.integers(1, 2), min_size=stages, max_size=stages))
     if stages > 1 and draw(st.booleans()):
         layers[draw(st.sampled_from([0, -1]))] = 0
-    micro_batch, micro_batches = (
-        draw(st.integers(1, 2)),
-        draw(st.sampled_from([1, 2, 3, ranks, 2 * ranks, 3 * ranks])),
-    )
-    sizes = {"layers": max(1, sum(layers)), "heads": 8} | draw(st.sampled_from([{}, {"tied": 1}]))
-    sizes |= (
-        {"kv_heads": draw(st.sampled_from([1, 2, 4, 8]))} if model not in ("gpt3-125m", "deepseek-v3") else {}
-    )
-    sizes |= {"experts": 8} if "experts" in MODELS[model] else {}
-    sizes |= {"kv_heads": 8} if model in ("gpt3-125m", "deepseek-v3") else {}
+    micro_batch, counts = draw(st.integers(1, 2)), [1, 2, 3, ranks, 2 * ranks, 3 * ranks]
+    sizes = {name: n for name, n in LARGE.items() if name in MODELS[model]} | {"layers": max(1, sum(layers))}
+    every_head = model in ("gpt3-125m", "deepseek-v3")
+    sizes |= {"kv_heads": 8 if every_head else draw(st.sampled_from([1, 2, 4, 8]))}
+    sizes |= draw(st.sampled_from([{}, {"tied": 1}]))
     rare = draw(st.integers(0, 15)) == 15
     known = {
         name: values
@@ -111,7 +129,8 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
         if rare or name not in ONLY or ONLY[name](model, strategy, mesh)
     }
     options = draw(st.fixed_dictionaries({}, optional=known))
-    shape = {"micro_batch": micro_batch, "batch": micro_batch * micro_batches * mesh.get("dp", 1), "seq": 32}
+    batch = micro_batch * draw(st.sampled_from(counts)) * mesh.get("dp", 1)
+    shape = {"micro_batch": micro_batch, "batch": batch, "seq": SEQ}
     return {
         "model": model, "strategy": strategy, "sizes": sizes, "schedule": schedule, "vpp": chunks,
         "stage_layers": tuple(layers), **mesh, **shape, **options,
@@ -182,19 +201,19 @@ def check_communication(asked: Request, classes: list[Alike]) -> None:
             for n in own
             if n.type not in MESSAGES
         )
-        assert found == expected.activations(asked, same.rank)
+        assert found == sent_by.activations(asked, same.rank)
         rings: Counter[tuple[str, str]] = Counter()
         for n in own:
             if n.type in MESSAGES and n.get("phase") != "pipeline":
                 rings[str(n.get("phase")), MESSAGES[n.type]] += number(n, "comm_size")
-        assert rings == expected.circulated(asked, same.rank)
+        assert rings == sent_by.circulated(asked, same.rank)
         width = asked.mesh.world // asked.pipeline.ranks
-        sent = Counter(
+        found_messages = Counter(
             (str(n.get("op")), number(n, "comm_dst" if n.get("op") == "send" else "comm_src") // width)
             for n in own
             if n.get("phase") == "pipeline"
         )
-        assert sent == expected.messages(asked, same.rank)
+        assert found_messages == sent_by.messages(asked, same.rank)
 
 
 def check_gradients(asked: Request, classes: list[Alike]) -> None:

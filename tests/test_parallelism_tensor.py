@@ -272,3 +272,12 @@ def test_two_dimensional_tp_computes_what_one_device_does(model: str, mesh: dict
     kv_heads = 2 if model == "qwen2-7b" else 8
     sizes = {"heads": 8, "kv_heads": kv_heads, "head_dim": 4} if mesh["tp"] == 8 else {}
     compare(model, "tp_2d", mesh, **({"sizes": sizes} if sizes else {}))
+
+
+def test_a_norm_over_shards_runs_again_from_the_sums_that_were_reduced() -> None:
+    job = compare("llama3-8b", "tp_2d", {"tp": 4}, recompute="ops:norm")
+    backward = sharded_block(job, job.model.layers[0]).backward
+    assert [n.op for n in backward.nodes if n.phase == "recompute" and n.op.startswith("norm")] == [
+        "norm_scale"
+    ] * 2
+    assert not [n for n in backward.nodes if n.phase == "recompute" and n.op == "all_reduce"]

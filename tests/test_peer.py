@@ -17,7 +17,8 @@ from stage.trace.peer import OWN, Peer, peer_positions
 from stage.trace.program import Assembly, Program
 from stage.trace.report import Report
 from stage.trace.spans import communication_spans
-from stage.trace.template import Ref, Template, TemplateNode, chain
+from stage.trace.streams import chain
+from stage.trace.template import Ref, Template, TemplateNode
 from stage.trace.verify import verify
 from stage.trace.verify_classes import verify_classes
 from stage.traceset import Job, TraceSet

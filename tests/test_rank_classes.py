@@ -18,7 +18,8 @@ from stage.trace.image import NameStyle
 from stage.trace.partition import Partition
 from stage.trace.peer import Peer
 from stage.trace.program import Assembly, Program
-from stage.trace.template import Ref, Template, TemplateNode, chain
+from stage.trace.streams import chain
+from stage.trace.template import Ref, Template, TemplateNode
 from stage.trace.verify import verify
 from stage.trace.verify_classes import verify_classes
 from stage.traceset import Job, TraceSet

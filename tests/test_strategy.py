@@ -50,7 +50,8 @@ def test_what_is_omitted_has_its_default() -> None:
         (
             "shedule = '1f1b'" + SHARD,
             "mine.toml: unknown key 'shedule' (did you mean 'schedule'?); known keys: title, source, mesh, shard, "
-            "schedule, vpp, recompute, zero, regather, overlap_grad, bucket_size, dp_shard, tp_x, reshard_after_forward, context, prefetch, grad_reduce, context_balance, bucket_first_stage, fuse, "
+            "schedule, vpp, recompute, zero, regather, overlap_grad, bucket_size, dp_shard, tp_x, reshard_after_forward, context, prefetch, grad_reduce, context_balance, bucket_first_stage, "
+            "tp_overlap_chunks, moe_shared_expert_overlap, streams, fuse, "
             "expert_load, seed, capacity_factor, pad_to_capacity, alltoall, "
             "fp8, fp8_param_gather, fp8_dispatch, default_for",
         ),

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from stage.trace.program import Assembly, Program
+from stage.trace.streams import chain
 from stage.trace.tape import Recorder
-from stage.trace.template import Ref, Template, TemplateNode, chain
+from stage.trace.template import Ref, Template, TemplateNode
 
 NODES = [
     TemplateNode("first", "compute", "matmul", 8, flops=1, deps=(Ref("port", "x"),)),

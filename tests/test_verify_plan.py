@@ -17,14 +17,16 @@ def record(rank: int, kinds: list[int], parents: list[list[int]], columns: list[
     starts = np.cumsum([0, *map(len, parents)]).astype(np.int32)
     flat = np.array([parent for found in parents for parent in found], np.int32)
     structure = Structure(np.arange(len(kinds), dtype=np.uint64), bytes(kinds), flat, starts)
-    rows = [(*row, row[PEER], 0) for row in columns]
+    rows = [(*row, row[PEER], 0, 0) for row in columns]
     found = np.array(rows, np.int64).reshape(-1, ROWS).T
     return RankRecord(rank, structure, found, comparable=True, runnable=True)
 
 
 def whole(found: RankRecord) -> Plan:
     count = len(found.structure.ids)
-    return build(found.structure, range(count), [found.structure.parents_of(at) for at in range(count)], None)
+    structure = found.structure
+    parents = [structure.parents_of(at) for at in range(count)]
+    return build(structure, range(count), parents, None, structure.streams)
 
 
 def random_rank(rank: int, chance: random.Random, events: list[tuple[int, Row]]) -> RankRecord:

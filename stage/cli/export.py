@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from stage.cli.options import Json, TraceFolder
-from stage.cli.output import print_json, progress_bar
+from stage.cli.output import print_json, print_warning, progress_bar
 from stage.cli.source import open_source
 
 __all__ = ["HELP", "export"]
@@ -35,7 +35,9 @@ def export(
 
     assert to == "astra-sim"  # the only target that typer lets through
     with progress_bar("writing traces", quiet=json) as progress:
-        export_astra_sim(open_source(traces), out, system, force=force, progress=progress)
+        risks = export_astra_sim(open_source(traces), out, system, force=force, progress=progress)
+    for risk in risks:
+        print_warning(risk)
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     if json:
         print_json({"out": str(out), "files": files})

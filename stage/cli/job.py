@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from stage.cli.options import MESH, STEP, Attention, Batch, Mask, Mtp, Seq, Sizes, StrategyName
+from stage.cli.overlap import OverlapChunks, SharedOverlap, Streams
 from stage.cli.parse import parse_reshard, parse_sizes, parse_stage_layers, read_placement
 from stage.cli.precision import Fp8, Fp8Dispatch, Fp8ParamGather
 
@@ -253,6 +254,9 @@ class JobOptions:
     dropout: Dropout = False
     vocab_multiple: VocabMultiple = None
     steps: Steps = 1
+    tp_overlap_chunks: OverlapChunks = None
+    moe_shared_expert_overlap: SharedOverlap = None
+    streams: Streams = None
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of `stage.synthesize`: the texts among the options are parsed."""

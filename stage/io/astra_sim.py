@@ -16,6 +16,8 @@ from stage.io.chakra import open_directory
 from stage.io.parts import groups_text
 from stage.io.render import render
 from stage.io.store import writing
+from stage.trace.limits import ONE_AT_A_TIME
+from stage.trace.streams import several_streams
 
 __all__ = ["SystemForExport", "export_astra_sim", "system_for_export"]
 
@@ -99,7 +101,7 @@ class TraceFiles:
     world: int
     available: int
     groups: Mapping[str, Sequence[int]]
-    dtype: str
+    manifest: Mapping[str, Any]
 
 
 def export_astra_sim(
@@ -109,8 +111,8 @@ def export_astra_sim(
     *,
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Write the kit that runs a trace set into a new folder.
+) -> list[str]:
+    """Write the kit that runs a trace set into a new folder; return what may go wrong when it is run.
 
     `system` is one by name, by the path of its file or by value; by name or file its peak is the one of the
     dtype that the set's manifest names. The traces of a folder stay where they are, and the kit refers to them by
@@ -120,7 +122,7 @@ def export_astra_sim(
     folder = Path(out)
     files = locate(source, folder)
     if not isinstance(system, SystemForExport):
-        system = system_for_export(load_system(system), files.world, files.dtype)
+        system = system_for_export(load_system(system), files.world, str(files.manifest.get("dtype", "bf16")))
     check_kit(files, folder, system, force=force)
     texts = {name: kit_text(name, files, folder, system) for name in FILES}
     if files.groups:
@@ -138,25 +140,19 @@ def export_astra_sim(
             if made:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
+    several = several_streams(files.manifest, files.manifest.get("classes", ()))
+    return [ONE_AT_A_TIME] if several else []
 
 
 def locate(source: str | Path | Traces, folder: Path) -> TraceFiles:
     """Return where the files of a trace set are, or will be in a kit."""
     if isinstance(source, str | Path):
         found = open_directory(source)
-        path, prefix, manifest = found.path, found.prefix, found.manifest or {}
-        return TraceFiles(
-            path,
-            path,
-            prefix,
-            found.world,
-            len(found.ranks),
-            found.groups,
-            str(manifest.get("dtype", "bf16")),
-        )
+        path, manifest = found.path, found.manifest or {}
+        return TraceFiles(path, path, found.prefix, found.world, len(found.ranks), found.groups, manifest)
     inside = folder / "traces"
-    dtype = str(source.manifest.get("dtype", "bf16"))
-    return TraceFiles("the trace set", inside, "trace", source.world, source.world, source.groups, dtype)
+    name, ranks = "the trace set", source.world
+    return TraceFiles(name, inside, "trace", ranks, ranks, source.groups, source.manifest)
 
 
 def check_kit(source: TraceFiles, folder: Path, system: SystemForExport, *, force: bool) -> None:

@@ -2,6 +2,7 @@
 
 from stage.ops import (
     attention,
+    chunk,
     collective,
     contract,
     contract_group,
@@ -24,6 +25,7 @@ __all__ = [
     "Op",
     "Tape",
     "attention",
+    "chunk",
     "collective",
     "contract",
     "contract_group",

@@ -12,13 +12,13 @@ from typing import Any
 
 import sympy
 
+from stage.block_graphs import differentiated_block, finished_block, symbol_values
 from stage.graph import Graph, Node
 from stage.model import Block
 from stage.ops import get_op
 from stage.ops.collective import COLLECTIVES
 from stage.ops.ring import EXCHANGE
 from stage.passes.backward import Differentiated
-from stage.passes.recompute import recompute
 from stage.passes.shard import rest_layout
 from stage.pipeline.stages import cut
 from stage.request import Request
@@ -26,7 +26,6 @@ from stage.summary.activations import saved_activations
 from stage.summary.gradients import data_parallel, stored_parameters
 from stage.summary.symbolic import Local, tidy
 from stage.symbols import dtype_bytes
-from stage.synthesis import differentiated_block, symbol_values
 from stage.tensor import Size, Tensor, resolve_dtypes
 
 __all__ = ["block_forms", "closed_forms"]
@@ -147,11 +146,10 @@ def closed_forms(request: Request) -> dict[str, Any]:
     `degrees` are those of the request; `parts` are parts of axes that expressions name (`tp_kv`, `dp_shard`).
     """
     price = pricing(request)
-    policy, counts = request.strategy.recompute, _counts(request)
+    counts = _counts(request)
     blocks, parameters, seen = [], sympy.Integer(0), frozenset[str]()
     for (block, again), count in counts.items():
-        both = differentiated_block(request, block)
-        both = recompute(both, policy) if again else both
+        both = finished_block(request, differentiated_block(request, block), again=again)
         entry, own = block_forms(request, block, both, price, seen)
         entry["count"] = count
         if again and (block, False) in counts:

@@ -14,8 +14,9 @@ from stage.trace.data_parallel import DataParallel
 from stage.trace.peer import Peer
 from stage.trace.program import NO_EARLIER, Assembly
 from stage.trace.scaling import scaling_template
+from stage.trace.streams import chain
 from stage.trace.tape import Recorder, Tape
-from stage.trace.template import Ref, Template, TemplateNode, chain
+from stage.trace.template import COMPUTE, Ref, Template, TemplateNode
 
 __all__ = ["Boundary", "TapedAction", "record_action"]
 
@@ -86,7 +87,7 @@ class _Recording:
         for at in self.units:
             if not ahead:
                 weights[at] = self._gather_forward(at)
-            before = self.recorder.last("compute")
+            before = self.recorder.last(COMPUTE)
             once, template = self.plan.units[at].templates.once, self.plan.units[at].templates.forward
             if once is not None and self.data.first:
                 self._place(at, once, NO_EARLIER, weights=weights[at])
@@ -139,12 +140,12 @@ class _Recording:
         return template
 
     def _gather_forward(self, at: int) -> int:
-        return self.data.gather(at, self.micro_batch, "forward", self.recorder.last("compute"))
+        return self.data.gather(at, self.micro_batch, "forward", self.recorder.last(COMPUTE))
 
     def _gather_backward(self, at: int) -> int:
         if at not in self.units or not self._backward_template(at).nodes:
             return -1
-        return self.data.gather(at, self.micro_batch, "backward", self.recorder.last("compute"))
+        return self.data.gather(at, self.micro_batch, "backward", self.recorder.last(COMPUTE))
 
     def _place(self, at: int, template: Template, earlier: tuple[int, ...], **ports: int) -> int:
         tag, layer = self._first_tag(at), self.plan.units[at].layer
@@ -179,7 +180,14 @@ class _Recording:
             self.handed[boundary] = source
             return source
         template = _message(
-            kind, peer - rank, direction, chunk, self.pipeline, self.step.message, self.step.dtype
+            kind,
+            peer - rank,
+            direction,
+            chunk,
+            self.pipeline,
+            self.step.message,
+            self.step.dtype,
+            self.step.streams,
         )
         return self.recorder.place(template, -1, self.micro_batch, tag=self._tag(*boundary), data=source)
 
@@ -212,7 +220,14 @@ def _output(template: Template, base: int, given: int, forward: int = -1) -> int
 
 @lru_cache(maxsize=256)  # ranks of other stages send alike, and what is one template is encoded once
 def _message(
-    kind: str, distance: int, direction: int, chunk: int, pipeline: Pipeline, size: int, dtype: str
+    kind: str,
+    distance: int,
+    direction: int,
+    chunk: int,
+    pipeline: Pipeline,
+    size: int,
+    dtype: str,
+    streams: str,
 ) -> Template:
     """A send or receive of an activation or its cotangent, to or from the rank `distance` further."""
     deps = (Ref("port", "data"),) if kind == "send" else ()
@@ -230,4 +245,4 @@ def _message(
         phase="pipeline",
     )
     block = f"chunk{chunk}" if pipeline.chunks > 1 else "pipeline"
-    return Template(block, "pipeline", chain([node]), numbers=("micro_batch", *pipeline.marks))
+    return Template(block, "pipeline", chain([node], streams), numbers=("micro_batch", *pipeline.marks))

@@ -19,7 +19,7 @@ from stage.trace.plan import StagePlan, StepPlan
 from stage.trace.program import NO_EARLIER, Assembly
 from stage.trace.reduction import bucket_key, reduction_template
 from stage.trace.scaling import rounding_template
-from stage.trace.template import Template
+from stage.trace.template import COMPUTE, Template
 
 __all__ = ["DataParallel"]
 
@@ -112,14 +112,14 @@ class DataParallel:
         if key not in self.templates:
             self.templates[key] = scatter_template(plan, self.step)
         if self.templates[key].nodes:
-            ready = self.assembly.last("compute")
+            ready = self.assembly.last(COMPUTE)
             self.assembly.place(self.templates[key], plan.layer, micro_batch, grad=ready)
 
     def _reduce(self, index: int, phase: str, micro_batch: int = -1) -> None:
         def make(index: int, bucket: Bucket, step: StepPlan) -> Template:
             return reduction_template(index, bucket, step, phase)
 
-        ready = self.assembly.last("compute")
+        ready = self.assembly.last(COMPUTE)
         self._place(index, self.plan.buckets[index], make, phase, micro_batch, grad=ready)
 
     def finish(self) -> None:
@@ -128,22 +128,21 @@ class DataParallel:
         if not (self._fsdp or self._early):
             for i in range(len(self.plan.buckets)):
                 self._reduce(i, "finalize")
-        grad, reduced = self.assembly.last("compute"), self.assembly.last("comm")
+        ready = {f"reduced.{stream}": self.assembly.last(stream) for stream in self.step.reductions}
+        ready["grad"] = self.assembly.last(COMPUTE)
         key = ("update",)
         if key not in self.templates:
             self.templates[key] = update_template(self.plan, self.step)
-        template, ready = self.templates[key], -1
+        template, last = self.templates[key], -1
         if template.nodes:
-            ready = self.assembly.place(template, grad=grad, reduced=reduced) + len(template.nodes) - 1
-        adams = [] if self._fsdp else self._update(grad, reduced, ready)
+            last = self.assembly.place(template, -1, -1, NO_EARLIER, **ready) + len(template.nodes) - 1
+        adams = [] if self._fsdp else self._update(ready=last, **ready)
         self._gather_updated(adams, self._rounded())
-        if self.step.sharding.zero:
-            self.updated = self.assembly.last("comm")
 
-    def _update(self, grad: int, reduced: int, ready: int) -> list[int]:
+    def _update(self, **ready: int) -> list[int]:
         """Update each bucket; the nodes that do."""
         return [
-            self._place(i, bucket, adam_template, "adam", grad=grad, reduced=reduced, ready=ready)
+            self._place(i, bucket, adam_template, "adam", **ready)
             for i, bucket in enumerate(self.plan.buckets)
         ]
 
@@ -153,15 +152,16 @@ class DataParallel:
         if key not in self.templates:
             self.templates[key] = rounding_template(self.plan, self.step)
         if self.templates[key].nodes:
-            self.assembly.place(self.templates[key], adam=self.assembly.last("compute"))
-        return self.assembly.last("compute")
+            self.assembly.place(self.templates[key], adam=self.assembly.last(COMPUTE))
+        return self.assembly.last(COMPUTE)
 
     def _gather_updated(self, adams: list[int], rounded: int) -> None:
-        """Gather the buckets that are sharded."""
+        """Gather the buckets that are sharded, one after another."""
+        self.updated = -1
         for i, bucket in enumerate(self.plan.buckets if adams else ()):
             if bucket.shard and self.step.sharding.zero:
-                after = rounded if bucket.dtype == FP8 else adams[i]
-                self._place(i, bucket, gather_bucket_template, "gather", adam=after)
+                ports = {"adam": rounded if bucket.dtype == FP8 else adams[i], "before": self.updated}
+                self.updated = self._place(i, bucket, gather_bucket_template, "gather", **ports)
 
     def _place(
         self, index: int, bucket: Bucket, make: Make, what: str, micro_batch: int = -1, **ports: int

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from stage.trace.parameters import Parameter
 from stage.trace.plan import StepPlan, UnitPlan
-from stage.trace.template import Ref, Template, TemplateNode, chain
+from stage.trace.template import Ref, Template, TemplateNode
 
 __all__ = ["gather_template", "padded", "parameter_groups", "scatter_template", "shard_elements"]
 
@@ -49,11 +49,12 @@ def _stored(group: Sequence[Parameter], step: StepPlan, axes: tuple[str, ...]) -
 
 
 def gather_template(unit: UnitPlan, step: StepPlan, phase: str) -> Template:
-    """The all-gathers of all parameters a block reads; they wait for the port `free`.
+    """The all-gathers of all parameters a block reads, one after another; they wait for the port `free`.
 
     A backward gathers over the axes that parameters were sharded over since forward, from shards as much larger.
     """
-    nodes, mesh = [], step.mesh
+    nodes: list[TemplateNode] = []
+    mesh = step.mesh
     for suffix, shard, _, group in parameter_groups(unit.reads, step):
         axes = shard
         if phase == "backward" and step.reshard is not None:
@@ -61,9 +62,10 @@ def gather_template(unit: UnitPlan, step: StepPlan, phase: str) -> Template:
         if axes:
             count, dtype = _stored(group, step, shard)
             elements = count * (mesh.degree(shard) // mesh.degree(axes))
-            name, after = f"parameters{suffix}.all_gather", (Ref("port", "free"),)
+            name = f"parameters{suffix}.all_gather"
+            after = (Ref("port", "free"), *([Ref("self", len(nodes) - 1)] if nodes else []))
             nodes.append(step.collective(name, "all_gather", elements, axes, after, phase, dtype))
-    return Template(unit.kind, phase, chain(nodes), numbers=unit.templates.forward.numbers)
+    return Template(unit.kind, phase, step.chain(nodes), numbers=unit.templates.forward.numbers)
 
 
 def scatter_template(unit: UnitPlan, step: StepPlan) -> Template:
@@ -79,4 +81,4 @@ def scatter_template(unit: UnitPlan, step: StepPlan) -> Template:
         if replicate:
             name = f"gradients{suffix}.all_reduce"
             nodes.append(step.collective(name, "all_reduce", elements, replicate, after, "backward"))
-    return Template(unit.kind, "backward", chain(nodes), numbers=unit.templates.forward.numbers)
+    return Template(unit.kind, "backward", step.chain(nodes), numbers=unit.templates.forward.numbers)

@@ -227,7 +227,13 @@ class _Encoder:
 
 
 def _texts(node: TemplateNode) -> tuple[tuple[str, str], ...]:
-    return (("op", node.op), ("phase", node.phase), ("dtype", node.dtype), ("shapes", node.shapes))
+    return (
+        ("op", node.op),
+        ("phase", node.phase),
+        ("dtype", node.dtype),
+        ("shapes", node.shapes),
+        ("stream", node.stream),
+    )
 
 
 def _node_type(node: TemplateNode) -> NodeType:

@@ -26,6 +26,7 @@ class BlockKind:
     numbers: tuple[str, ...]
     gathered: bool
     split: bool
+    streams: str
     routings: tuple[Routing, ...] = ()
     _known: dict[tuple[int, tuple[int, ...]], Lowered] = field(default_factory=dict, compare=False)
     _alike: dict[Lowered, Lowered] = field(default_factory=dict, compare=False)
@@ -55,6 +56,7 @@ class BlockKind:
                 gathered=self.gathered,
                 numbers=self.numbers,
                 split=self.split,
+                streams=self.streams,
             )
             self._known[key] = self._alike.setdefault(made, made)
         return self._known[key]

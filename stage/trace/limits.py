@@ -2,13 +2,19 @@
 
 from typing import Final
 
-__all__ = ["GROUP_OVERFLOW", "TAG_LIMIT", "exceeded", "needed"]
+__all__ = ["GROUP_OVERFLOW", "ONE_AT_A_TIME", "TAG_LIMIT", "exceeded", "needed"]
 
 GROUP_OVERFLOW: Final = 2148
 """ASTRA-sim multiplies a group's number by a million in an int of 32 bits."""
 
 TAG_LIMIT: Final = 500_000_000
 """Tags from here on are those of ASTRA-sim's own collectives."""
+
+ONE_AT_A_TIME: Final = (
+    "communication is on several streams: ASTRA-sim runs one at a time, lowest free id first, so ranks of "
+    "unequal speed may start them in different orders and block each other"
+)
+"""What a set with several communication streams risks."""
 
 DESCRIPTORS: Final = 1024
 """Files that a process may have open by default; ASTRA-sim opens one a rank."""

@@ -26,7 +26,8 @@ from stage.trace.pairwise import pairwise_nodes, results_of
 from stage.trace.peer import Peer
 from stage.trace.queries import own_chunk
 from stage.trace.routing import holds_tokens
-from stage.trace.template import Ref, Template, TemplateNode, chain
+from stage.trace.streams import SINGLE, chain
+from stage.trace.template import Ref, Template, TemplateNode
 
 __all__ = ["Concrete", "Lowered", "lower"]
 
@@ -235,12 +236,13 @@ def lower(
     gathered: bool = False,
     numbers: tuple[str, ...] = ("micro_batch",),
     split: bool = False,
+    streams: str = SINGLE,
 ) -> Lowered:
     """The templates of a block, whose instances have these `numbers`.
 
     With `gathered` parameters (FSDP) every node that reads one depends on the port `weights`. The first input of the
     forward graph is the port `x`; the first seed of the backward graph the port `dy`. With `split` there are also the
-    two parts of the backward.
+    two parts of the backward. `streams` says how communication is ordered.
     """
     forward = block.forward
     x = forward.inputs[0]
@@ -249,9 +251,11 @@ def lower(
         return (Ref("port", "x"),) if name == x else ()
 
     ahead = _Lowering(forward, concrete, given, gathered)
-    nodes = chain(ahead.run())
+    nodes = chain(ahead.run(), streams)
     first = Template(forward.name, "forward", nodes, _single(ahead.refs(forward.outputs[0])), numbers=numbers)
-    begun = chain(_Lowering(forward, replace(concrete, routing=None), given, gathered).run(once=True))
+    begun = chain(
+        _Lowering(forward, replace(concrete, routing=None), given, gathered).run(once=True), streams
+    )
     once = Template(forward.name, "forward", begun, numbers=numbers) if begun else None
     products = count_products(forward, concrete.mesh, concrete.sizes)
 
@@ -261,26 +265,26 @@ def lower(
         return _handed(ahead, "forward", name)
 
     behind = _Lowering(block.backward, concrete, outside, gathered, ahead.messages)
-    backward = _backward(block, behind, numbers)
+    backward = _backward(block, behind, numbers, streams)
     if not split:
         return Lowered(first, backward, behind.messages, once=once, products=products)
     parts = split_backward(block)
     early = _Lowering(parts.input, concrete, outside, gathered, ahead.messages)
-    inputs = _backward(block, early, numbers, "input")
+    inputs = _backward(block, early, numbers, streams, "input")
 
     def from_both(name: str) -> tuple[Ref, ...]:
         return _handed(early, "input", name) if name in early.sources else outside(name)
 
     late = _Lowering(parts.weight, concrete, from_both, gathered, early.messages)
-    last = _backward(block, late, numbers, "weight")
+    last = _backward(block, late, numbers, streams, "weight")
     return Lowered(first, backward, behind.messages, inputs, last, once, products)
 
 
 def _backward(
-    block: Differentiated, lowering: _Lowering, numbers: tuple[str, ...], part: str = ""
+    block: Differentiated, lowering: _Lowering, numbers: tuple[str, ...], streams: str, part: str = ""
 ) -> Template:
     """The template of a backward graph or of a part of one."""
-    nodes = chain(lowering.run())
+    nodes = chain(lowering.run(), streams)
     cotangent = block.cotangents[0] if block.cotangents else None
     output = _single(lowering.refs(cotangent)) if cotangent and cotangent in lowering.graph.tensors else None
     return Template(block.forward.name, "backward", nodes, output, numbers, part)

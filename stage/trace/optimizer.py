@@ -11,7 +11,7 @@ from stage.trace.groups import PIPELINE_ENDS
 from stage.trace.parameters import STORED
 from stage.trace.plan import StagePlan, StepPlan
 from stage.trace.reduction import bucket_digits, bucket_kind
-from stage.trace.template import Ref, Template, TemplateNode, chain
+from stage.trace.template import Ref, Template, TemplateNode
 
 __all__ = ["adam_template", "gather_bucket_template", "update_template"]
 
@@ -21,13 +21,11 @@ ADAM_FLOPS = 14
 ADAM_STATES = 3
 """Master parameter and two moments in fp32, each read and written."""
 
-READY = (Ref("port", "grad"), Ref("port", "reduced"))
-
 
 def update_template(plan: StagePlan, step: StepPlan) -> Template:
     """What comes after the last gradient reduction and is not a bucket's own.
 
-    Ports `grad` and `reduced` are the last compute and the last collective before.
+    Ports `grad` and `reduced` are the last compute and the last collective before, of each stream of reductions.
     """
     nodes = _sums(plan, step)
     own = _sharded(plan, step)
@@ -36,34 +34,36 @@ def update_template(plan: StagePlan, step: StepPlan) -> Template:
             bucket.owned(step.mesh) for bucket in _buckets(plan, step)
         )
         nodes += _norm(step, elements, len(nodes))
-    before = _after(nodes)
+    before = _after(step, len(nodes))
     nodes += [_adam(f"{name}.adam", count, step, before, dtype) for name, dtype, count in own]
-    return Template("optimizer", "optimizer", chain(nodes), numbers=())
+    return Template("optimizer", "optimizer", step.chain(nodes), numbers=())
 
 
 def adam_template(index: int, bucket: Bucket, step: StepPlan) -> Template:
     """The update of a bucket, after the ports `grad`, `reduced` and `ready`, the last node of the template before."""
-    node = _adam("adam", bucket.owned(step.mesh), step, (*READY, Ref("port", "ready")), bucket.dtype)
-    return _of_bucket(index, bucket, node)
+    after = (*_after(step, 0), Ref("port", "ready"))
+    node = _adam("adam", bucket.owned(step.mesh), step, after, bucket.dtype)
+    return _of_bucket(index, bucket, node, step)
 
 
 def gather_bucket_template(index: int, bucket: Bucket, step: StepPlan) -> Template:
-    """The gather of a bucket's parameters, after the port `adam`."""
-    after = (Ref("port", "adam"),)
+    """The gather of a bucket's parameters, after the ports `adam` and `before`, the gather of the bucket before."""
+    after = (Ref("port", "adam"), Ref("port", "before"))
     node = step.collective(
         "all_gather", "all_gather", bucket.owned(step.mesh), bucket.shard, after, "optimizer", bucket.dtype
     )
-    return _of_bucket(index, bucket, node)
+    return _of_bucket(index, bucket, node, step)
 
 
-def _of_bucket(index: int, bucket: Bucket, node: TemplateNode) -> Template:
+def _of_bucket(index: int, bucket: Bucket, node: TemplateNode, step: StepPlan) -> Template:
     block, digits = f"optimizer.{bucket_kind(bucket)}", bucket_digits(index)
-    return Template(block, "optimizer", chain([node]), numbers=("bucket",), digits=digits)
+    return Template(block, "optimizer", step.chain([node]), numbers=("bucket",), digits=digits)
 
 
-def _after(nodes: list[TemplateNode]) -> tuple[Ref, ...]:
-    """What the next node waits for: gradients, their reductions, and the last node so far."""
-    return (*READY, *([Ref("self", len(nodes) - 1)] if nodes else []))
+def _after(step: StepPlan, placed: int) -> tuple[Ref, ...]:
+    """What a node behind so many others waits for: gradients, their reductions, and the last one so far."""
+    reduced = (Ref("port", f"reduced.{stream}") for stream in step.reductions)
+    return (Ref("port", "grad"), *reduced, *([Ref("self", placed - 1)] if placed else []))
 
 
 def _sums(plan: StagePlan, step: StepPlan) -> list[TemplateNode]:
@@ -72,30 +72,23 @@ def _sums(plan: StagePlan, step: StepPlan) -> list[TemplateNode]:
     for p in (p for unit in plan.units for p in unit.parameters if p.model):
         count = padded(p, step, step.sharding.split(p.data)[0]) if step.sharding.zero == 3 else p.elements
         sums[p.model] = sums.get(p.model, 0) + count
-    nodes = [
-        step.collective(
-            f"replicated_{'_'.join(axes)}.all_reduce", "all_reduce", count, axes, READY, "finalize"
-        )
-        for axes, count in sorted(sums.items())
-    ]
+    wanted = [(f"replicated_{'_'.join(axes)}", count, axes) for axes, count in sorted(sums.items())]
     if step.tied_elements and plan.rank in (0, step.pipeline.ranks - 1):
         axes = ("pp",) if step.pipeline.ranks == 2 else PIPELINE_ENDS
-        nodes.append(
-            step.collective(
-                "tied_embedding.all_reduce", "all_reduce", step.tied_elements, axes, READY, "finalize"
-            )
-        )
-    return nodes
+        wanted.append(("tied_embedding", step.tied_elements, axes))
+    return [
+        step.collective(f"{name}.all_reduce", "all_reduce", count, axes, _after(step, i), "finalize")
+        for i, (name, count, axes) in enumerate(wanted)
+    ]
 
 
 def _norm(step: StepPlan, elements: int, start: int) -> list[TemplateNode]:
     """The squared norm of a device's gradients, and its sum over all devices whose gradients differ."""
-    waits = (*READY, *([Ref("self", start - 1)] if start else []))
     size = max(1, elements * step.widths["gradient"])
+    work, waits = max(1, 2 * elements), _after(step, start)
     nodes = [
         TemplateNode(
-            "gradient_norm", "compute", "gradient_norm", size, max(1, 2 * elements), deps=waits, dtype="fp32",
-            phase="optimizer",
+            "gradient_norm", "compute", "gradient_norm", size, work, deps=waits, dtype="fp32", phase="optimizer"
         )
     ]  # fmt: skip
     for kind, axes in _norm_axes(step):

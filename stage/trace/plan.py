@@ -1,6 +1,6 @@
 """What a job asks of its stages: how the step is organised, apart from what a block computes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stage.mesh import Mesh
@@ -8,7 +8,8 @@ from stage.pipeline.schedule import Pipeline
 from stage.trace.buckets import Bucket
 from stage.trace.lower import Lowered
 from stage.trace.parameters import Parameter, Sharding
-from stage.trace.template import Ref, TemplateNode
+from stage.trace.streams import chain, stream_of
+from stage.trace.template import COMMUNICATION, Ref, TemplateNode
 
 __all__ = ["StagePlan", "StepPlan", "UnitPlan"]
 
@@ -23,7 +24,8 @@ class StepPlan:
     `experts` says whether any stage has some. Under FSDP parameters are gathered while `prefetch` blocks before run, or
     with 0 once the block before is done. `reshard` are the axes over which gathered parameters are sharded again
     between forward and backward; None are all that they were gathered over. With `delayed_scaling` the scales of
-    8-bit tensors come from largest values that are reduced after every forward and backward.
+    8-bit tensors come from largest values that are reduced after every forward and backward. `data` are the
+    sets of axes over which gradients are reduced, `streams` how communication is ordered (`stage.trace.streams`).
     """
 
     pipeline: Pipeline
@@ -41,9 +43,21 @@ class StepPlan:
     sharding: Sharding
     prefetch: int
     reshard: tuple[str, ...] | None
+    data: tuple[tuple[str, ...], ...]
+    streams: str
     delayed_scaling: bool
     mesh: Mesh
     widths: Mapping[str, int]
+
+    @property
+    def reductions(self) -> tuple[str, ...]:
+        """The streams on which gradients are reduced."""
+        parts = (part for data in self.data for part in self.sharding.split(data) if part)
+        return tuple(dict.fromkeys(stream_of(part, self.streams) for part in parts)) or (COMMUNICATION,)
+
+    def chain(self, nodes: Sequence[TemplateNode]) -> tuple[TemplateNode, ...]:
+        """The nodes with the order of each stream added as dependencies."""
+        return chain(nodes, self.streams)
 
     def collective(
         self,

@@ -122,9 +122,9 @@ class Assembly:
         """The instances of a template."""
         return self._rows.setdefault(id(template), Rows.of(template))
 
-    def last(self, stream: str) -> int:
-        """The id of the last node placed on a stream, -1 if there is none."""
-        return self._last.get(stream, -1)
+    def last(self, queue: str) -> int:
+        """The id of the last node placed on a queue, -1 if there is none."""
+        return self._last.get(queue, -1)
 
     def place(
         self,
@@ -136,16 +136,16 @@ class Assembly:
         bucket: int = -1,
         **ports: int,
     ) -> int:
-        """Add an instance after all others and return its first id; ports that are streams connect by themselves."""
+        """Add an instance after all others and return its first id; ports that are queues connect by themselves."""
         rows, base = self.rows(template), self.nodes
         connected = [ports[name] if name in ports else self.last(name) for name in rows.ports]
         numbers = (layer, micro_batch, self.step, tag, self.chunk, self.pipeline_phase, bucket)
         rows.placed.append((base, *earlier, *numbers, *connected))
-        self.advance(rows.nodes, {stream: base + offset for stream, offset in rows.lasts})
+        self.advance(rows.nodes, {queue: base + offset for queue, offset in rows.lasts})
         return base
 
     def advance(self, nodes: int, lasts: Mapping[str, int]) -> None:
-        """Go on after so many more nodes, the last of which on their streams are these."""
+        """Go on after so many more nodes, the last of which on their queues are these."""
         self.nodes += nodes
         self._last.update(lasts)
 

@@ -6,7 +6,7 @@ as the bucket's own number.
 
 from stage.trace.buckets import Bucket
 from stage.trace.plan import StepPlan
-from stage.trace.template import Ref, Template, TemplateNode, chain
+from stage.trace.template import Ref, Template, TemplateNode
 
 __all__ = ["bucket_digits", "bucket_key", "bucket_kind", "reduction_template"]
 
@@ -42,5 +42,5 @@ def reduction_template(index: int, bucket: Bucket, step: StepPlan, phase: str) -
     numbers = ("bucket", "micro_batch") if step.per_micro_batch else ("bucket",)
     marks = step.pipeline.marks if phase == "backward" else ()
     return Template(
-        bucket_kind(bucket), phase, chain(nodes), numbers=(*numbers, *marks), digits=bucket_digits(index)
+        bucket_kind(bucket), phase, step.chain(nodes), numbers=(*numbers, *marks), digits=bucket_digits(index)
     )

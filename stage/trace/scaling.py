@@ -16,7 +16,8 @@ from stage.precision import FP8
 from stage.trace.fsdp import padded
 from stage.trace.parameters import Parameter
 from stage.trace.plan import StagePlan, StepPlan
-from stage.trace.template import Ref, Template, TemplateNode, chain
+from stage.trace.streams import chain
+from stage.trace.template import Ref, Template, TemplateNode
 
 __all__ = ["rounding_template", "scaling_template"]
 
@@ -27,11 +28,13 @@ KEPT = {"forward": 3, "backward": 2}
 def scaling_template(products: int, step: StepPlan, phase: str) -> Template:
     """One all-reduce of an fp32 number for each of a rank's largest values, and the kernel that updates the scales."""
     axes = tuple(name for name, _ in step.mesh.atoms if name != "pp")
-    return _template(products, axes, step.pipeline.marks, phase)
+    return _template(products, axes, step.pipeline.marks, phase, step.streams)
 
 
 @lru_cache(maxsize=64)  # ranks of other stages do alike, and what is one template is encoded once
-def _template(products: int, axes: tuple[str, ...], marks: tuple[str, ...], phase: str) -> Template:
+def _template(
+    products: int, axes: tuple[str, ...], marks: tuple[str, ...], phase: str, streams: str
+) -> Template:
     count = KEPT[phase] * products
     nodes = []
     if axes:
@@ -47,7 +50,7 @@ def _template(products: int, axes: tuple[str, ...], marks: tuple[str, ...], phas
             deps=(Ref("self", 0),) if axes else (), dtype="fp32", phase=phase,
         )
     )  # fmt: skip
-    return Template("scales", phase, chain(nodes), numbers=("micro_batch", *marks))
+    return Template("scales", phase, chain(nodes, streams), numbers=("micro_batch", *marks))
 
 
 def rounding_template(plan: StagePlan, step: StepPlan) -> Template:
@@ -58,7 +61,7 @@ def rounding_template(plan: StagePlan, step: StepPlan) -> Template:
         groups.setdefault((p.expert, step.sharding.split(p.data)[0]), []).append(p)
     for (_, axes), group in sorted(groups.items(), key=lambda item: item[0]):
         nodes += _rounding(group, axes, step, len(nodes))
-    return Template("optimizer.weights", "optimizer", chain(nodes), numbers=())
+    return Template("optimizer.weights", "optimizer", step.chain(nodes), numbers=())
 
 
 def _rounding(

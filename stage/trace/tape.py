@@ -41,7 +41,7 @@ class Tape:
     def replay(self, assembly: Assembly, values: Sequence[int]) -> None:
         """Place the instances of one more run after all others."""
         self.contexts.append(values)
-        lasts = {stream: self.value(number, values) for stream, number in self.lasts}
+        lasts = {queue: self.value(number, values) for queue, number in self.lasts}
         assembly.advance(self.nodes, lasts)
 
     def unroll(self) -> None:
@@ -75,10 +75,10 @@ class Recorder(Assembly):
             return number
         return self.symbol(name, tape.symbols[symbol - 1]) + (number & (1 << OFFSET_BITS) - 1)
 
-    def last(self, stream: str) -> int:
-        """The id of the last node placed on a stream, which may have been before the recording began."""
-        found = self._last.get(stream)
-        return self.symbol("last", stream) if found is None else found
+    def last(self, queue: str) -> int:
+        """The id of the last node placed on a queue, which may have been before the recording began."""
+        found = self._last.get(queue)
+        return self.symbol("last", queue) if found is None else found
 
     def tape(self) -> Tape:
         """What was placed; its templates get their rows in the program that is recorded for."""

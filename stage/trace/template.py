@@ -5,21 +5,21 @@ A node of a template depends on other nodes of the same instance, on nodes of th
 outside, which each instance connects.
 
 Ports: `x` (what made the block's input), `dy` (what made the cotangent it starts from), `weights` (what gathered its
-parameters), names of their own for data-parallel work, and **streams**, whose port is the last node before it on them:
-`compute`, `comm`, and for receives one for each stage that something comes from.
+parameters), names of their own for data-parallel work, and **queues**, whose port is the last node before it on them
+(`stage.trace.streams`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from stage.errors import TraceError
 from stage.trace.peer import Peer
 
-__all__ = ["EARLIER", "Ref", "Template", "TemplateNode"]
+__all__ = ["COMMUNICATION", "COMPUTE", "EARLIER", "Ref", "Template", "TemplateNode"]
 
 EARLIER = ("forward", "input")
 """The instances of the same block and micro-batch that a template may refer to."""
 
-COMPUTE = "compute"
+COMPUTE, COMMUNICATION = "compute", "comm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class TemplateNode:
     (one group of ranks) or with the `peer` (along `axes` if it is part of a block). `model_flops` is what a FLOP count
     of the model credits it with. A message's tag is that of its instance and `tag_offset` more.
     `in_splits` and `out_splits` are the bytes that an uneven all-to-all sends to and receives from each member of its
-    group, in group order.
+    group, in group order. `stream` is the communication stream, where there are several.
     """
 
     name: str
@@ -52,6 +52,7 @@ class TemplateNode:
     peer: Peer | None = None
     tag_offset: int = 0
     channel: str = ""
+    stream: str = ""
     deps: tuple[Ref, ...] = ()
     dtype: str = ""
     phase: str = "forward"
@@ -74,9 +75,9 @@ class TemplateNode:
         return self.kind == COMPUTE
 
     @property
-    def stream(self) -> str:
-        """The stream a node is chained on; a receive waits for those before it of its own `channel` alone."""
-        return self.channel or (COMPUTE if self.is_compute else "comm")
+    def queue(self) -> str:
+        """What a node is chained on; a receive waits for those before it of its own `channel` alone."""
+        return self.channel or self.stream or (COMPUTE if self.is_compute else COMMUNICATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,8 @@ class Template:
     digits: int = 0
 
     def lasts(self) -> dict[str, int]:
-        """The index of the last node on each of its streams."""
-        return {node.stream: i for i, node in enumerate(self.nodes)}
+        """The index of the last node on each of its queues."""
+        return {node.queue: i for i, node in enumerate(self.nodes)}
 
     @property
     def ports(self) -> tuple[str, ...]:
@@ -106,15 +107,3 @@ class Template:
         return tuple(
             dict.fromkeys(str(r.target) for node in self.nodes for r in node.deps if r.kind == "port")
         )
-
-
-def chain(nodes: list[TemplateNode]) -> tuple[TemplateNode, ...]:
-    """The nodes with each stream's order added as dependencies: compute, communication, receives."""
-    last: dict[str, Ref] = {}
-    chained = []
-    for i, node in enumerate(nodes):
-        before = last.get(node.stream, Ref("port", node.stream))
-        deps = tuple(dict.fromkeys((*node.deps, before)))
-        chained.append(replace(node, deps=deps))
-        last[node.stream] = Ref("self", i)
-    return tuple(chained)

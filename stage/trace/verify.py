@@ -14,11 +14,11 @@ from stage.trace.limits import exceeded, needed
 from stage.trace.report import Defect, Findings, Report, plural
 from stage.trace.verify_groups import Groups, check_collectives, read_groups
 from stage.trace.verify_messages import check_messages
-from stage.trace.verify_plan import Plan, make_plan
 from stage.trace.verify_rank import RankReader
 from stage.trace.verify_record import RankRecord
 from stage.trace.verify_run import run_together
 from stage.trace.verify_splits import check_splits, members_by_rank
+from stage.trace.verify_streams import check_one_slot, plan_ranks, warn_unchained
 
 __all__ = ["Defect", "Report", "TraceSource", "compare_ranks", "verify"]
 
@@ -161,13 +161,7 @@ def check_run(
         text = f"{plural(len(stuck), 'rank')} (the first: {stuck[0]})"
         unchecked.append(f"deadlock: not looked for, since dependencies of {text} are broken")
         return
-    made: dict[int, Plan] = {}
-    plans: dict[int, Plan] = {}
-    for rank, record in records.items():
-        key = id(record.structure)
-        if key not in made:
-            made[key] = make_plan(record.structure)
-        plans[rank] = made[key]
+    plans = plan_ranks(records)
     warn_unchained(records, plans, findings)
     blocked = run_together(records, plans, members)
     if blocked is not None:
@@ -177,15 +171,4 @@ def check_run(
     if strict is not None:
         text = f"if a send waits for its receive, {strict.message}; buffered sends, as in ASTRA-sim, run"
         findings.warn(strict.rank, strict.node, "rendezvous", text)
-
-
-def warn_unchained(records: Mapping[int, RankRecord], plans: Mapping[int, Plan], findings: Findings) -> None:
-    """Warn where dependencies leave the order of communication open, so that one run proves little."""
-    for rank, record in records.items():
-        pair = plans[rank].unchained
-        if pair is not None:
-            first, second = record.ident(pair[0]), record.ident(pair[1])
-            text = (
-                f"no dependency orders it and node {first}: with other times the ranks may block each other"
-            )
-            findings.warn(rank, second, "comm-unchained", text)
+    check_one_slot(records, members, findings)

@@ -87,7 +87,7 @@ class Facts(NamedTuple):
     `deps` are its parents without itself and without repeats, `ctrl_only` those that stand in no data_deps.
     Of communication: `peer` is the other rank, `own` this one as the node has it (-1: it does not say).
     `group` is the number of the process group, 0 for all ranks. `usable` is False if one of them is missing.
-    `splits` are those of an uneven all-to-all.
+    `stream` is what the node says of its stream, "" if nothing. `splits` are those of an uneven all-to-all.
     """
 
     id: int
@@ -102,6 +102,7 @@ class Facts(NamedTuple):
     peer: int = 0
     own: int = -1
     tag: int = 0
+    stream: str = ""
     splits: Splits | None = None
 
 
@@ -197,7 +198,7 @@ def communication(
     node: TraceNode, kind: int, deps: tuple[int, ...], problems: list[Problem], ctrl_only: tuple[int, ...]
 ) -> Facts:
     """Return the facts of a communication node."""
-    size = whole(node, "comm_size")
+    size, stream = whole(node, "comm_size"), str(node.get("stream", ""))
     if kind == COLL:
         comm_type, group = whole(node, "comm_type"), group_number(node)
         problems += collective_problems(node, comm_type, group)
@@ -205,17 +206,18 @@ def communication(
         problems += split_problems(node, comm_type, splits)
         usable = None not in (size, comm_type, group)
         known = comm_type or 0, size or 0, group or 0
-        return Facts(node.id, kind, deps, tuple(problems), ctrl_only, usable, *known, splits=splits)
-    ends = whole(node, "comm_dst"), whole(node, "comm_src")
-    peer, own = ends if kind == SEND else ends[::-1]
+        return Facts(
+            node.id, kind, deps, tuple(problems), ctrl_only, usable, *known, stream=stream, splits=splits
+        )
+    named = whole(node, "comm_dst"), whole(node, "comm_src")
+    peer, own = named if kind == SEND else named[::-1]
     tag = whole(node, "comm_tag")
     if tag is not None and not 0 <= tag < TAG_LIMIT:
         problems.append(("comm-tag", f"{short(node.name)} has comm_tag {tag}: use 0 to {TAG_LIMIT - 1}"))
     usable = None not in (size, peer, tag)
     own = -1 if own is None else own
-    return Facts(
-        node.id, kind, deps, tuple(problems), ctrl_only, usable, 0, size or 0, 0, peer or 0, own, tag or 0
-    )
+    ends = peer or 0, own, tag or 0
+    return Facts(node.id, kind, deps, tuple(problems), ctrl_only, usable, 0, size or 0, 0, *ends, stream)
 
 
 def whole(node: TraceNode, name: str) -> int | None:

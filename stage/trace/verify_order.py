@@ -1,7 +1,7 @@
 """Dependencies within a rank: known, backward, acyclic; and the order in which its nodes are meant to run."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +18,15 @@ class Structure:
     """Nodes of a rank in the order of its file, and their dependencies on nodes before them.
 
     Parents of the node at position i are `parents[starts[i]:starts[i + 1]]`, as positions. `kinds` has a byte
-    a node, as in `verify_node`.
+    a node, as in `verify_node`. `streams` names the streams of nodes that take the communication slot, by position;
+    nodes it leaves out are on the stream "".
     """
 
     ids: npt.NDArray[np.uint64]
     kinds: bytes
     parents: npt.NDArray[np.int32]
     starts: npt.NDArray[np.int32]
+    streams: Mapping[int, str] = field(default_factory=dict)
 
     def parents_of(self, at: int) -> list[int]:
         """Return the positions of the parents of a node."""

@@ -17,7 +17,7 @@ from stage.trace.node import VERSIONS
 from stage.trace.report import Findings, short
 from stage.trace.verify_groups import Groups
 from stage.trace.verify_messages import check_ends
-from stage.trace.verify_node import SEND, Facts, Splits, examine
+from stage.trace.verify_node import RECV, SEND, Facts, Splits, examine
 from stage.trace.verify_order import Structure, check_order, reaches
 from stage.trace.verify_record import ROWS, Columns, RankRecord
 
@@ -61,6 +61,7 @@ class Reading:
     starts: "array[int]" = field(default_factory=lambda: array("q", [0]))
     unresolved: list[tuple[int, int]] = field(default_factory=list)
     communication: list[Facts] = field(default_factory=list)
+    streams: dict[int, str] = field(default_factory=dict)
     flawed: list[tuple[int, Facts]] = field(default_factory=list)
     repeated: list[int] = field(default_factory=list)
     free: int = 0
@@ -87,6 +88,8 @@ class Reading:
                 self.free += 1
             if facts.kind >= SEND:
                 self.communication.append(facts)
+                if facts.stream and facts.kind != RECV:
+                    self.streams[at] = facts.stream
             if facts.problems or facts.ctrl_only:
                 self.flawed.append((at, facts))
 
@@ -128,6 +131,7 @@ class RankReader:
             bytes(reading.kinds),
             reading.parents.tobytes(),
             reading.starts.tobytes(),
+            repr(reading.streams).encode(),
         )
         digest = hashlib.blake2b(b"".join(parts), digest_size=16).digest()
         found = self.structures.get(digest)
@@ -135,7 +139,9 @@ class RankReader:
             ids, parents, starts = (
                 np.frombuffer(parts[at], kind) for at, kind in ((0, "u8"), (2, "i8"), (3, "i8"))
             )
-            found = Structure(ids, parts[1], parents.astype(np.int32), starts.astype(np.int32))
+            found = Structure(
+                ids, parts[1], parents.astype(np.int32), starts.astype(np.int32), reading.streams
+            )
             self.structures[digest] = found
         return found
 

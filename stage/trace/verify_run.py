@@ -1,9 +1,9 @@
 """A run of all ranks together under the resource rules of the simulator, to prove that it comes to an end.
 
-Each rank runs one computation at a time, and one of {collective, send, memory access} at a time; a receive
-takes nothing. Free nodes are issued by ascending id. A collective is complete when all members have issued
-it. A send is complete at once or, under `rendezvous`, when its receive has been issued. Every node takes one
-step of a clock; where communication is chained, the outcome does not depend on times.
+Each rank runs one computation at a time, and on each stream one of {collective, send, memory access} at a
+time; a receive takes nothing. Free nodes are issued by ascending id. A collective is complete when all members
+have issued it. A send is complete at once or, under `rendezvous`, when its receive has been issued. Every node
+takes one step of a clock; where streams are chained, the outcome does not depend on times.
 """
 
 from collections import defaultdict, deque
@@ -37,8 +37,8 @@ class Blocked:
 class State:
     """One rank in the run; nodes are numbered as in its plan.
 
-    `talking` is the node in the communication slot or -1, `outstanding` are receives without their message,
-    `issued` counts collectives by group.
+    `talking` has the node in each communication slot or -1, `slots` the free nodes of each, `outstanding` are
+    receives without their message, `issued` counts collectives by group.
     """
 
     rank: int
@@ -48,10 +48,10 @@ class State:
     waits: list[int]
     left: int
     compute: list[tuple[int, int]] = field(default_factory=list)
-    slot: list[tuple[int, int]] = field(default_factory=list)
+    slots: list[list[tuple[int, int]]] = field(default_factory=list)
     receives: list[int] = field(default_factory=list)
     computing: bool = False
-    talking: int = -1
+    talking: list[int] = field(default_factory=list)
     outstanding: dict[int, None] = field(default_factory=dict)
     issued: dict[int, int] = field(default_factory=dict)
 
@@ -61,14 +61,16 @@ class State:
         if kind == RECV:
             self.receives.append(node)
         else:
-            heappush(self.compute if kind == COMP else self.slot, (self.plan.priorities[node], node))
+            queue = self.compute if kind == COMP else self.slots[self.plan.streams[node]]
+            heappush(queue, (self.plan.priorities[node], node))
 
     def complete(self, node: int) -> None:
         """End a node, which may free others."""
-        if self.talking == node:
-            self.talking = -1
-        elif self.plan.kinds[node] == COMP:
+        kind = self.plan.kinds[node]
+        if kind == COMP:
             self.computing = False
+        elif kind != RECV:
+            self.talking[self.plan.streams[node]] = -1
         self.left -= 1
         for child in self.plan.children[node]:
             self.waits[child] -= 1
@@ -96,13 +98,15 @@ class State:
         self, states: Mapping[int, "State"], members: Mapping[int, Sequence[int]]
     ) -> tuple[int | None, int | None]:
         """Return the node in which a blocked rank waits, and a rank that it waits for."""
-        if self.talking >= 0 and self.column(self.talking)[0] == COLL:
-            group = self.column(self.talking)[3]
-            number = self.issued[group]
-            behind = (rank for rank in members[group] if states[rank].issued.get(group, 0) < number)
-            return self.talking, next(behind, None)
-        node = self.talking if self.talking >= 0 else next(iter(self.outstanding), None)
-        return node, None if node is None else self.column(node)[PARTNER]
+        busy = [node for node in self.talking if node >= 0]
+        for node in busy:
+            if self.plan.kinds[node] == COLL:
+                group = self.column(node)[3]
+                number = self.issued[group]
+                behind = (rank for rank in members[group] if states[rank].issued.get(group, 0) < number)
+                return node, next(behind, None)
+        waiting = next(iter((*busy, *self.outstanding)), None)
+        return waiting, None if waiting is None else self.column(waiting)[PARTNER]
 
 
 Issued = tuple[State, int]
@@ -143,15 +147,16 @@ class Run:
         if state.compute and not state.computing:
             state.computing = True
             self.done.append((state, heappop(state.compute)[1]))
-        if state.slot and state.talking < 0:
-            node = state.talking = heappop(state.slot)[1]
-            kind = state.plan.kinds[node]
-            if kind == COLL:
-                self.gather(state, node)
-            elif kind == SEND:
-                self.send(state, node)
-            else:
-                self.done.append((state, node))
+        for stream, free in enumerate(state.slots):
+            if free and state.talking[stream] < 0:
+                node = state.talking[stream] = heappop(free)[1]
+                kind = state.plan.kinds[node]
+                if kind == COLL:
+                    self.gather(state, node)
+                elif kind == SEND:
+                    self.send(state, node)
+                else:
+                    self.done.append((state, node))
 
     def send(self, state: State, node: int) -> None:
         """Issue a send, and complete it and its receive where the rules let it."""
@@ -207,7 +212,8 @@ def start_states(records: Mapping[int, RankRecord], plans: Mapping[int, Plan]) -
         if columns is None:
             columns = shared[id(record.columns)] = list(map(tuple, record.columns.T.tolist()))
         plan = plans[rank]
-        states[rank] = State(rank, plan, record, columns, list(plan.waits), len(plan.kinds))
+        state = states[rank] = State(rank, plan, record, columns, list(plan.waits), len(plan.kinds))
+        state.slots, state.talking = [[] for _ in range(plan.slots)], [-1] * plan.slots
     return states
 
 
