@@ -70,8 +70,7 @@ class ChunkMemory:
 
     def change(self, kind: str) -> int:
         """By how many bytes of activations more are held after an action than before."""
-        kept, handed = sum(self.kept.values()), sum(self.handed.values()) if kind in "IW" else 0
-        return {"F": kept, "B": -kept, "I": handed - kept, "W": -handed}[kind]
+        return sum(self._left(at, kind) for at in self.units)
 
     def peak(self, kind: str) -> ActionPeak:
         """The most that an action of a kind holds above what was held before."""
@@ -119,9 +118,8 @@ class ChunkMemory:
 
     def _left(self, at: int, kind: str) -> int:
         """By how many bytes the run of a block changes what is kept."""
-        if kind == "I":
-            return self.handed[at] - self.kept[at]
-        return {"F": self.kept[at], "B": -self.kept[at], "W": -self.handed.get(at, 0) if kind == "W" else 0}[kind]
+        handed = self.handed[at] if kind in "IW" else 0
+        return {"F": self.kept[at], "B": -self.kept[at], "I": handed - self.kept[at], "W": -handed}[kind]
 
     def _data_parallel(self, at: int, kind: str) -> Ints:
         """Parameters gathered, gradients whole and buffers of collectives while a block runs."""
@@ -129,7 +127,7 @@ class ChunkMemory:
         if step.sharding.zero == 3:
             towards = 1 if kind == "F" else -1
             ahead = [at + towards * i for i in range(1, step.prefetch + 1)]
-            found[PARAMETERS] = self._gathered(at)
+            found[PARAMETERS] = sum(self._between(i) for i in self.units if i != at) + self._gathered(at)
             if kind != "W":
                 found[COMMUNICATION] = sum(self._gathered(i) for i in ahead if i in self.units)
             if kind in "BW":
@@ -163,24 +161,29 @@ class ChunkMemory:
         own = [b.elements - b.owned(self.step.mesh) for b in self.plan.buckets if b.unit in self.units]
         return sum(sorted(own)[-2:])
 
-    def lasting(self, actions: Sequence[Action]) -> Ints:
-        """What lasts over several actions under FSDP: gathered parameters that are not given up, gradients not scattered.
+    def _between(self, at: int) -> int:
+        """Bytes of a block's parameters that stay gathered from its forward to its backward."""
+        if self.plan.units[at].head or self.step.reshard == ():
+            return self._gathered(at)
+        return 0 if self.step.reshard is None else self._gathered(at) // self.step.mesh.degree(self.step.reshard)
 
-        Bytes by category during each action, besides those of the action itself.
+    def lasting(self, actions: Sequence[Action]) -> tuple[Ints, Ints]:
+        """What lasts over actions under FSDP: parameters that stay gathered, and gradients that are not yet scattered.
+
+        Bytes by category during each action, besides those of the action itself, and after it.
         """
-        found = np.zeros((len(actions), len(CATEGORIES)), np.int64)
+        during, after = (np.zeros((len(actions), len(CATEGORIES)), np.int64) for _ in range(2))
         if self.step.sharding.zero < 3:
-            return found
+            return during, after
         own = np.array([action.chunk == self.number for action in actions])
-        forward = np.array([action.kind == "F" for action in actions]) & own
-        behind = np.array([action.kind in "BI" for action in actions]) & own
-        stays = sum(
-            self._gathered(at) for at in self.units if self.plan.units[at].head or self.step.reshard == ()
-        )
-        turn = np.maximum.accumulate(np.where(forward, np.arange(1, len(actions) + 1), 0))
-        given_up = np.maximum.accumulate(np.where(behind, np.arange(1, len(actions) + 1), 0))
-        found[:, PARAMETERS] = stays * ((turn > given_up) & ~own)
+        turns = np.arange(1, len(actions) + 1)
+        gathered = np.array([action.kind == "F" for action in actions]) & own
+        given_up = np.array([action.kind in "BI" for action in actions]) & own
+        whole = np.maximum.accumulate(turns * gathered) > np.maximum.accumulate(turns * given_up)
+        after[:, PARAMETERS] = whole * sum(map(self._between, self.units))
+        during[:, PARAMETERS] = after[:, PARAMETERS] * ~own
         if not self.step.per_micro_batch and self.step.pipeline.micro_batches > 1:
             begun = np.cumsum(np.array([action.kind in "BW" for action in actions]) & own) > 0
-            found[:, GRADIENTS] = begun * sum(map(self._whole, self.units)) * self.step.widths["gradient"]
-        return found
+            summed = begun * sum(map(self._whole, self.units)) * self.step.widths["gradient"]
+            during[:, GRADIENTS] = after[:, GRADIENTS] = summed
+        return during, after

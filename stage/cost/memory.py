@@ -116,10 +116,11 @@ def rank_memory(
     level[:, ACTIVATIONS] = np.cumsum(changes)
     before = np.roll(level, 1, axis=0)
     before[0] = 0
-    lasting = sum((chunk.lasting(actions) for chunk in chunks), start=np.zeros_like(level))
-    return RankMemory(
-        stored, actions, base + level + lasting, base + before + most + lasting, chunks, runtime
-    )
+    during, after = base + before + most, base + level
+    for chunk in chunks:
+        lasting = chunk.lasting(actions)
+        during, after = during + lasting[0], after + lasting[1]
+    return RankMemory(stored, actions, after, during, chunks, runtime)
 
 
 def _placeholders(plan: StagePlan, step: StepPlan, runtime: Runtime) -> int:
