@@ -70,6 +70,15 @@ def test_collectives_across_nodes(kind: str, size: int, spread: tuple[int, ...],
     assert seconds(kind, size, spread) == pytest.approx(expected, rel=1e-12)
 
 
+def test_plain_links_go_along_with_any_protocol() -> None:
+    """Eight Gaudi 3 on each of two nodes: 14 steps of three posts, one of 14.6 us across; the node is the slower."""
+    within = 0.85 * 525e9
+    expected = 6.6e-6 + 14 * 3e-6 + 3.3e-6 + 11.3e-6 + 15.4 / 16 * GIB / within + FILL
+    assert seconds("all_gather", GIB // 16, (8, 2), load_system("gaudi3")) == pytest.approx(
+        expected, rel=1e-12
+    )
+
+
 def test_tree_wins_where_a_ring_has_too_many_steps() -> None:
     """512 bytes over 32 nodes: five levels of 5 us and seven members in a chain, up and down, by LL."""
     bandwidth = 0.92 / 3.8 * NVLINK

@@ -76,7 +76,13 @@ class BlockMemory:
         entry = graph.inputs[0]
         found = spans(graph, nodes, self._root, {entry: ACTIVATION}, kept, self._size)
         copied = [
-            Span(f"{span.tensor} before its copy to fp32", span.first, len(nodes) - 1, self._width(span), TEMPORARY)
+            Span(
+                f"{span.tensor} before its copy to fp32",
+                span.first,
+                len(nodes) - 1,
+                self._width(span),
+                TEMPORARY,
+            )
             for span in found
             if span.tensor in self._copied
         ]
@@ -84,7 +90,9 @@ class BlockMemory:
 
     def _lifetimes(self, graph: Graph, given: Mapping[str, int], kept: Mapping[str, int]) -> Lifetimes:
         held = {own: kind for own, kind in kept.items() if self._known(own)}
-        found = spans(self.both.backward, graph.nodes, self._root, given, held, self._size) if graph.nodes else []
+        found = (
+            spans(self.both.backward, graph.nodes, self._root, given, held, self._size) if graph.nodes else []
+        )
         found += [extra for at, node in enumerate(graph.nodes) for extra in self._extras(node, at)]
         return Lifetimes(tuple(node.name for node in graph.nodes), tuple(found))
 

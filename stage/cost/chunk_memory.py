@@ -26,7 +26,9 @@ Ints = NDArray[np.int64]
 CATEGORIES = ("parameters", "gradients", "optimizer", *KINDS)
 """What memory is for: what is stored, what is kept for backward, what comes and goes, and buffers of collectives."""
 
-PARAMETERS, GRADIENTS, COMMUNICATION = (CATEGORIES.index(n) for n in ("parameters", "gradients", "communication"))
+PARAMETERS, GRADIENTS, COMMUNICATION = (
+    CATEGORIES.index(n) for n in ("parameters", "gradients", "communication")
+)
 LARGEST = 8
 
 
@@ -165,7 +167,9 @@ class ChunkMemory:
         """Bytes of a block's parameters that stay gathered from its forward to its backward."""
         if self.plan.units[at].head or self.step.reshard == ():
             return self._gathered(at)
-        return 0 if self.step.reshard is None else self._gathered(at) // self.step.mesh.degree(self.step.reshard)
+        return (
+            0 if self.step.reshard is None else self._gathered(at) // self.step.mesh.degree(self.step.reshard)
+        )
 
     def lasting(self, actions: Sequence[Action]) -> tuple[Ints, Ints]:
         """What lasts over actions under FSDP: parameters that stay gathered, and gradients that are not yet scattered.

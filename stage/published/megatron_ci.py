@@ -64,7 +64,9 @@ def left_out(row: Row) -> str | None:
 
 def row_request(row: Row) -> Request:
     """The job of a row."""
-    layers, heads, d_model = (number(row, f"{n}") for n in ("num-layers", "num-attention-heads", "hidden-size"))
+    layers, heads, d_model = (
+        number(row, f"{n}") for n in ("num-layers", "num-attention-heads", "hidden-size")
+    )
     tp, pp, cp = (number(row, f"{n}-parallel-size", 1) for n in ("tensor-model", "pipeline-model", "context"))
     chunk = number(row, "num-layers-per-virtual-pipeline-stage", 0)
     chunks = layers // pp // chunk if chunk and pp > 1 else 1
@@ -125,7 +127,5 @@ def _strategy(*, sequence_parallel: bool) -> Strategy:
     strategy = default_strategy("dense")
     if sequence_parallel:
         return strategy
-    rows = {
-        dim: [axis for axis in axes if dim != "seq" or axis != "tp"] for dim, axes in strategy.shard
-    }
+    rows = {dim: [axis for axis in axes if dim != "seq" or axis != "tp"] for dim, axes in strategy.shard}
     return strategy.replace(shard=rows, regather=[])

@@ -26,7 +26,9 @@ def number(row: Row, column: str, default: int | None = None) -> int:
     try:
         return round(float(found))
     except (ValueError, OverflowError):
-        raise StageError(f"column '{column}' is {found!r}, where a number is needed; correct the row") from None
+        raise StageError(
+            f"column '{column}' is {found!r}, where a number is needed; correct the row"
+        ) from None
 
 
 def read_rows(file: str | Path) -> list[Row]:
