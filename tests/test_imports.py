@@ -47,6 +47,8 @@ LEVELS = (
     ("verification",),
     ("block_graphs",),
     ("synthesis",),
+    ("memory",),
+    ("published",),
     ("summary",),
     ("cli",),
     ("__main__",),

@@ -30,7 +30,9 @@ class AstraNetwork:
     """Its input files: a Switch of `bandwidth` bytes a second, and nanoseconds `latency`, to which a message adds two.
 
     `splits` is `preferred-dataset-splits`, `endpoint` the `endpoint-delay` in ns, `memory` the `local-mem-bw` in
-    bytes a second, `peak` the `peak-perf` in FLOP/s. A collective has at least `world` bytes a chunk (except all_gather), where `world` is all NPUs.
+    bytes a second, `peak` the `peak-perf` in FLOP/s.
+
+    A collective has at least `world` bytes a chunk (except all_gather), where `world` is all NPUs.
 
     >>> network = AstraNetwork(world=2)
     >>> network.exchanges([Exchange("all_reduce", 2**20, (2,)), Exchange("send", 1000, (2,))]).tolist()

@@ -1,8 +1,10 @@
 """Seconds of collectives by algorithm, as NCCL models them to choose one: latency of the steps and bytes by bandwidth.
 
-The formulas are those of `ncclTopoTuneModel` and `ncclTopoGetAlgoTime` in NCCL's `src/graph/tuning.cc`, with two
-differences. Bandwidth is what links reach, and two things are added to the bytes: a pipeline has to fill, and the first
-and last round of a ring, in which a device only sends or only receives, hide only in part: they cost `ENDS` of a round.
+The formulas are those of `ncclTopoTuneModel` and `ncclTopoGetAlgoTime` in NCCL's `src/graph/tuning.cc`, with these
+differences. Bandwidth is what links reach, and two things are added to the bytes: a pipeline has to fill, and the
+first and last round of a ring, in which a device only sends or only receives, hide only in part: they cost `ENDS` of
+a round. A ring of one member a node takes the steps of a ring, not of a tree: 16 to 64 GPUs in SimAI's table
+(https://github.com/aliyun/SimAI at cef83f9d) are faster than either.
 
 A group has `inner` members in each of `outer` nodes. Its rings go through every member and leave a node by the adapters
 of all inner members, so that the slower of NVLink and those adapters together bounds the bandwidth.
@@ -15,7 +17,7 @@ from itertools import pairwise
 from math import inf, log2
 
 from stage.cost.levels import Level
-from stage.cost.links import FILL, Protocol
+from stage.cost.links import FILL, PLAIN, Protocol
 
 __all__ = ["GATHERS", "Nodes", "candidates", "message", "shuffle"]
 
@@ -98,10 +100,17 @@ class Nodes:
 
     def protocols(self) -> Iterator[tuple[str, Protocol, Protocol]]:
         """The protocols that all its links have, within and across; the same twice where there is one level."""
-        levels = [level for level in (self.inner, self.outer) if level]
-        for name, inner in levels[0].link.protocols.items():
-            if name in levels[-1].link.protocols:
-                yield name, inner, levels[-1].link.protocols[name]
+        for name, found in _protocols([level for level in (self.inner, self.outer) if level]):
+            yield name, found[0], found[-1]
+
+
+def _protocols(levels: Sequence[Level]) -> Iterator[tuple[str, list[Protocol]]]:
+    """The protocols that the links of all levels have; a plain link goes along with any."""
+    all_have = [level.link.protocols for level in levels]
+    names = [name for have in all_have for name in have if name != PLAIN]
+    for name in dict.fromkeys(names or [PLAIN]):
+        if all(name in have or PLAIN in have for have in all_have):
+            yield name, [have.get(name) or have[PLAIN] for have in all_have]
 
 
 def candidates(kind: str, nodes: Nodes, dtype: str) -> Iterator[Algorithm]:
@@ -127,8 +136,7 @@ def _ring(kind: str, nodes: Nodes, name: str, inner: Protocol, outer: Protocol, 
     bandwidth = min(outer.ring * nodes.bandwidth, outer.cap)
     latency = trips * (g * m - m) * _within(nodes, inner, simple=name == "Simple")
     if nodes.outer:
-        step = nodes.outer.latency + (outer.ring_step if nodes.inner else outer.tree_step)
-        latency += trips * (m - 1) * step
+        latency += trips * (m - 1) * (nodes.outer.latency + outer.ring_step)
         latency *= PLATEAU if kind == "all_reduce" and name == "Simple" else 1.0
     return inner.ring_base + latency + rounds / (g * m) * size / bandwidth + min(outer.fill, size / bandwidth)
 
@@ -224,13 +232,12 @@ def message(level: Level, size: float) -> float:
 def _least(levels: Sequence[Level], each: float, seconds: float) -> float:
     """Seconds with the fastest protocol of messages of `each` bytes whose bytes take `seconds` at full bandwidth."""
     found = inf
-    for name, first in levels[0].link.protocols.items():
-        others = [level.link.protocols[name] for level in levels if name in level.link.protocols]
-        if len(others) < len(levels) or name == "LL128" or (name == "LL" and each > MESSAGE_LL):
+    for name, others in _protocols(levels):
+        if name == "LL128" or (name == "LL" and each > MESSAGE_LL):
             continue
         steps = max(level.latency + one.ring_step for level, one in zip(levels, others, strict=True))
         scale = max(1 / one.ring for one in others)
         caps = max(each / one.cap for one in others)
         moved = max(seconds * scale, caps)
-        found = min(found, first.ring_base + steps + moved + min(others[-1].fill, moved))
+        found = min(found, others[0].ring_base + steps + moved + min(others[-1].fill, moved))
     return found

@@ -19,10 +19,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
-__all__ = ["FILL", "LINKS", "Link", "Protocol"]
+__all__ = ["FILL", "LINKS", "PLAIN", "Link", "Protocol"]
 
 US, GB = 1e-6, 1e9
 
+
+PLAIN = "plain"
+"""The name of links of which nothing is known, and of their protocol."""
 
 FILL = 24 * US
 """Seconds until data flow through all of a pipeline, or the time of the bytes if they are few."""
@@ -95,6 +98,6 @@ LINKS: Mapping[str, Link] = {
     "pcie": Link(_nccl(87.7, _PCIE), 0.66),
     "network": Link(_nccl(20, _NETWORK, 120 / 128), 0.96, reduction_step=18.2 * US),
     "infinity_fabric": Link(_nccl(87.7, _NVLINK, 7 / 9), 0.75),
-    "plain": Link({"plain": Protocol(1.0, 0.92, inf, 6.6 * US, 6.8 * US, 0.0, 0.0, FILL)}, 0.85),
+    PLAIN: Link({PLAIN: Protocol(1.0, 0.92, inf, 6.6 * US, 6.8 * US, 0.0, 0.0, FILL)}, 0.85),
 }
 """By the name that a tier gives; `plain` is any other link: one protocol, whose steps take the tier's latency."""
