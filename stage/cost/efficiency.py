@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stage.cost.reading import Reader, reading
+from stage.cost.reading import LARGEST, Reader, reading
 from stage.errors import StageError
 
 __all__ = ["Efficiency", "read_efficiency"]
@@ -93,5 +93,5 @@ def forward_and_backward(table: Reader, key: str) -> tuple[float, float]:
 
 
 def is_positive(value: object) -> bool:
-    """Whether a value of a file is a finite number above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    """Whether a value of a file is a number above 0, and no larger than any real figure."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LARGEST

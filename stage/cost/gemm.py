@@ -50,11 +50,14 @@ class Units:
 def tiles_of(tile: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Shapes of tiles that a library has beside its largest one: sides halved, either way round.
 
+    >>> tiles_of((64, 32))
+    ((64, 32), (32, 64), (32, 32))
     >>> tiles_of((128, 256))
     ((256, 128), (128, 256), (256, 64), (128, 128), (64, 256), (128, 64), (64, 128), (64, 64))
     """
     long, short = max(tile), min(tile)
-    sides = sorted({max(SMALLEST, side // half) for side in (long, short) for half in (1, 2)}, reverse=True)
+    least = min(SMALLEST, short)
+    sides = sorted({max(least, side // half) for side in (long, short) for half in (1, 2)}, reverse=True)
     found = [(a, b) for a in sides for b in sides if a * b <= long * short]
     return tuple(sorted(found, key=lambda shape: (-shape[0] * shape[1], -shape[0])))
 
