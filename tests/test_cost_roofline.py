@@ -1,4 +1,4 @@
-"""The roofline by hand, its monotonicity, and measured kernels that set none of its parameters."""
+"""The roofline by hand, its monotonicity, and measured kernels."""
 
 import csv
 from dataclasses import replace
@@ -315,7 +315,7 @@ def errors_of_products(system: str) -> list[float]:
     return found
 
 
-# Rows of the half that set no parameter (docs/cost.md), of more than 16 GFLOP.
+# Rows of the half that no parameter of products was fitted to (docs/cost.md), of more than 16 GFLOP.
 @pytest.mark.parametrize(
     ("system", "bound"),
     [("a100-80gb-sxm", 0.07), ("a100-80gb-pcie", 0.05), ("h100", 0.07), ("h200", 0.07), ("gb200", 0.12), ("gb300", 0.1), ("b200", 0.12)],
@@ -328,6 +328,7 @@ def test_measured_products(system: str, bound: float) -> None:
 
 
 def test_measured_attention() -> None:
+    """Those of the A100 and the B200 were looked at when their clocks of softmax were chosen."""
     found: dict[str, list[float]] = {}
     for row in measured("attention_times.csv"):
         batch, seq, heads, kv_heads, dim, v_dim = (
