@@ -1,9 +1,9 @@
 """Peak memory of a job: of each class of ranks, from the lifetimes of tensors over its program.
 
-    >>> from stage.request import resolve_request
-    >>> found = job_memory(resolve_request("llama3-8b", tp=2, pp=2, seq=1024, sizes={"layers": 4}))
-    >>> len(found.ranks), found.peak.action
-    (2, '0B0')
+>>> from stage.request import resolve_request
+>>> found = job_memory(resolve_request("llama3-8b", tp=2, pp=2, seq=1024, sizes={"layers": 4}))
+>>> len(found.ranks), found.peak.action
+(2, '0B0')
 """
 
 from dataclasses import dataclass

@@ -53,7 +53,8 @@ class BlockMemory:
     def weights(self) -> int:
         """Bytes of copies of weights that are made once a step and last for all of it."""
         once = [node for node in self.both.forward.nodes if node.phase == ONCE]
-        return sum(self._size(out) for node in once for out in node.outputs)
+        made = (out for node in once for out in node.outputs)
+        return sum(self._size(out) for out in made if self._tensor(out).role == "weight")
 
     @cached_property
     def runs(self) -> dict[str, Lifetimes]:
@@ -76,7 +77,13 @@ class BlockMemory:
         entry = graph.inputs[0]
         found = spans(graph, nodes, self._root, {entry: ACTIVATION}, kept, self._size)
         copied = [
-            Span(f"{span.tensor} before its copy to fp32", span.first, len(nodes) - 1, self._width(span), TEMPORARY)
+            Span(
+                f"{span.tensor} before its copy to fp32",
+                span.first,
+                len(nodes) - 1,
+                self._width(span),
+                TEMPORARY,
+            )
             for span in found
             if span.tensor in self._copied
         ]
@@ -84,7 +91,9 @@ class BlockMemory:
 
     def _lifetimes(self, graph: Graph, given: Mapping[str, int], kept: Mapping[str, int]) -> Lifetimes:
         held = {own: kind for own, kind in kept.items() if self._known(own)}
-        found = spans(self.both.backward, graph.nodes, self._root, given, held, self._size) if graph.nodes else []
+        found = (
+            spans(self.both.backward, graph.nodes, self._root, given, held, self._size) if graph.nodes else []
+        )
         found += [extra for at, node in enumerate(graph.nodes) for extra in self._extras(node, at)]
         return Lifetimes(tuple(node.name for node in graph.nodes), tuple(found))
 
@@ -184,4 +193,5 @@ class BlockMemory:
     def _bytes(self, tensor: Tensor, width: Callable[[str], int]) -> int:
         layouts = self.both.backward.layouts
         layout = layouts[tensor.name] if tensor.name in layouts else self.both.forward.layouts[tensor.name]
-        return ceil(self.concrete.local(tensor, layout).bytes(width))
+        size: int = ceil(self.concrete.local(tensor, layout).bytes(width))
+        return size

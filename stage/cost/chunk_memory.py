@@ -26,7 +26,9 @@ Ints = NDArray[np.int64]
 CATEGORIES = ("parameters", "gradients", "optimizer", *KINDS)
 """What memory is for: what is stored, what is kept for backward, what comes and goes, and buffers of collectives."""
 
-PARAMETERS, GRADIENTS, COMMUNICATION = (CATEGORIES.index(n) for n in ("parameters", "gradients", "communication"))
+PARAMETERS, GRADIENTS, COMMUNICATION = (
+    CATEGORIES.index(n) for n in ("parameters", "gradients", "communication")
+)
 LARGEST = 8
 
 
@@ -127,18 +129,18 @@ class ChunkMemory:
         if step.sharding.zero == 3:
             towards = 1 if kind == "F" else -1
             ahead = [at + towards * i for i in range(1, step.prefetch + 1)]
-            found[PARAMETERS] = sum(self._between(i) for i in self.units if i != at) + self._gathered(at)
+            found[PARAMETERS] = sum(self._between(i) for i in self.units if i != at) + self.gathered(at)
             if kind != "W":
-                found[COMMUNICATION] = sum(self._gathered(i) for i in ahead if i in self.units)
+                found[COMMUNICATION] = sum(self.gathered(i) for i in ahead if i in self.units)
             if kind in "BW":
-                found[GRADIENTS] = self._whole(at) * step.widths["compute"]
+                found[GRADIENTS] = self.whole(at) * step.widths["compute"]
                 if step.per_micro_batch and at + 1 in self.units:
-                    found[COMMUNICATION] += self._whole(at + 1) * step.widths["gradient"]
+                    found[COMMUNICATION] += self.whole(at + 1) * step.widths["gradient"]
         elif step.sharding.zero == 2 and step.per_micro_batch and kind in "BW":
             found[GRADIENTS] = self._buckets * step.widths["gradient"]
         return found
 
-    def _gathered(self, at: int) -> int:
+    def gathered(self, at: int) -> int:
         """Bytes of a block's gathered parameters."""
         found = 0
         for _, axes, _, group in parameter_groups(self.plan.units[at].reads, self.step):
@@ -146,7 +148,7 @@ class ChunkMemory:
                 found += sum(self._elements([p]) * self.step.widths[p.dtype] for p in group)
         return found
 
-    def _whole(self, at: int) -> int:
+    def whole(self, at: int) -> int:
         """Elements of the gradients of a block that are scattered, before they are."""
         return self._elements(self.plan.units[at].parameters)
 
@@ -164,8 +166,10 @@ class ChunkMemory:
     def _between(self, at: int) -> int:
         """Bytes of a block's parameters that stay gathered from its forward to its backward."""
         if self.plan.units[at].head or self.step.reshard == ():
-            return self._gathered(at)
-        return 0 if self.step.reshard is None else self._gathered(at) // self.step.mesh.degree(self.step.reshard)
+            return self.gathered(at)
+        return (
+            0 if self.step.reshard is None else self.gathered(at) // self.step.mesh.degree(self.step.reshard)
+        )
 
     def lasting(self, actions: Sequence[Action]) -> tuple[Ints, Ints]:
         """What lasts over actions under FSDP: parameters that stay gathered, and gradients that are not yet scattered.
@@ -184,6 +188,6 @@ class ChunkMemory:
         during[:, PARAMETERS] = after[:, PARAMETERS] * ~own
         if not self.step.per_micro_batch and self.step.pipeline.micro_batches > 1:
             begun = np.cumsum(np.array([action.kind in "BW" for action in actions]) & own) > 0
-            summed = begun * sum(map(self._whole, self.units)) * self.step.widths["gradient"]
+            summed = begun * sum(map(self.whole, self.units)) * self.step.widths["gradient"]
             during[:, GRADIENTS] = after[:, GRADIENTS] = summed
         return during, after

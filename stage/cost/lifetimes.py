@@ -76,8 +76,8 @@ def spans(
 ) -> list[Span]:
     """The spans of what nodes read and make.
 
-    `given` are the tensors that are there before, with their kind; `kept` those that stay behind, with theirs. Gradients
-    of parameters are added to buffers of their own, and parameters are always there: neither has a span here.
+    `given` are the tensors that are there before, with their kind; `kept` those that stay behind, with theirs.
+    Gradients of parameters are added to buffers of their own, and parameters are always there: neither has a span here.
     """
     first = dict.fromkeys(given, 0)
     last = dict.fromkeys(given, 0)
