@@ -245,3 +245,43 @@ def test_uneven_experts_need_more_on_the_rank_of_the_popular_ones() -> None:
         > even.peak.bytes
         > min(r.peak.bytes for r in found.ranks)
     )
+
+
+@pytest.mark.parametrize("recompute", ["none", "every:2", "ops:norm,act", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+@pytest.mark.parametrize("model", MODELS)
+def test_memory_of_every_model_is_given_back(model: str, schedule: str, recompute: str) -> None:
+    """Nothing is held after a step but what is stored, and no level is ever below that."""
+    chunks = get_schedule(schedule).chunks[0]
+    options: dict[str, Any] = {"pp": 2, "tp": 2, "batch": 4, "schedule": schedule, "recompute": recompute}
+    for rank in ranks(model, "megatron_moe", **options, sizes={"layers": 4 * chunks}).ranks:
+        assert not rank.after[-1, CATEGORIES.index("activations")]
+        assert (rank.after >= rank.after[-1]).all()
+        assert all(
+            (run.levels >= 0).all()
+            for block in rank.chunks[0].blocks
+            for kind, run in block.runs.items()
+            if kind in "FBIW"
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "megatron_sp", "cp": 2, "context": "ring"},
+        {"strategy": "megatron_sp", "cp": 2, "context": "ulysses", "tp": 2},
+        {"strategy": "megatron_sp", "cp": 2, "context_balance": "none"},
+        {"strategy": "hsdp", "dp": 4, "dp_shard": 2},
+        {"strategy": "zero2", "dp": 2, "batch": 4},
+        {"strategy": "tp_2d", "tp": 4, "tp_x": 2},
+        {"strategy": "megatron_sp", "dp": 2, "fp8": "delayed", "fp8_param_gather": True, "zero": 1},
+        {"strategy": "fsdp", "dp": 2, "pp": 2, "batch": 8, "reshard_after_forward": False},
+    ],
+    ids=str,
+)
+def test_other_ways_to_split_have_a_peak(options: dict[str, Any]) -> None:
+    wide = {"d_model": 64, "d_ff": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "vocab": 128, "seq": 32}
+    found = ranks("llama3-8b", **options, sizes=wide)
+    for rank in found.ranks:
+        assert rank.peak.bytes > rank.stored.total > 0
+        assert not rank.after[-1, CATEGORIES.index("activations")]
