@@ -1,5 +1,6 @@
 """Peak memory: lifetimes by hand, sums over a schedule by a slow count, what is stored, and orders that must hold."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -285,3 +286,15 @@ def test_other_ways_to_split_have_a_peak(options: dict[str, Any]) -> None:
     for rank in found.ranks:
         assert rank.peak.bytes > rank.stored.total > 0
         assert not rank.after[-1, CATEGORIES.index("activations")]
+
+
+def test_the_report_is_plain_and_says_where_the_peak_is() -> None:
+    found = ranks(pp=2, batch=4)
+    report = json.loads(json.dumps(found.describe()))
+    assert report["peak_memory_bytes"] == max(one["peak_bytes"] for one in report["classes"])
+    first = report["classes"][0]
+    assert sum(first["categories"].values()) == first["peak_bytes"]
+    assert len(first["curve"]["activations"]) == len(first["actions"]) == 8
+    assert first["action"] in first["actions"]
+    assert sum(one["bytes"] for one in first["in_flight"]) <= max(first["curve"]["activations"])
+    assert first["tensors"][0]["bytes"] > 0
