@@ -1,10 +1,13 @@
 """Verification of a trace set by the shortest way that proves it."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from stage.io.chakra import DirectorySource
 from stage.io.recognise import recognise_classes
+from stage.trace.classes import RankClasses
 from stage.trace.report import Report
 from stage.trace.verify import verify
 from stage.trace.verify_classes import verify_classes
@@ -30,9 +33,12 @@ def verify_set(source: TraceSet | DirectorySource, *, exhaustive: bool = False) 
     >>> verify_set(traces).ok
     True
     """
-    if isinstance(source, TraceSet):
-        return verify(source) if exhaustive else verify_classes(source.classes)
-    classes = recognise_classes(source)
+    if isinstance(source, TraceSet):  # its manifest is of this project, which a folder's says by its world
+        said: Mapping[str, Any] = {"world": source.world, **source.manifest}
+        classes: RankClasses | None = source.classes
+    else:
+        said, classes = source.manifest or {}, recognise_classes(source)
+    groups = len(source.groups) if classes is None else classes.groups.count
     report = verify(source) if exhaustive or classes is None else verify_classes(classes)
-    wrong = manifest_defects(source.manifest or {}, source.world, len(source.groups), classes)
+    wrong = manifest_defects(said, source.world, groups, classes)
     return replace(report, defects=(*report.defects, *wrong))

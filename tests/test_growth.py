@@ -13,7 +13,7 @@ import pytest
 import sympy
 from sympy.core.cache import clear_cache
 
-import stage.passes.backward
+import stage.block_graphs
 import stage.symbols
 import stage.synthesis
 import stage.trace.concrete
@@ -29,8 +29,8 @@ from stage.verification import verify_set
 SIZES = {"d_model": 256, "d_ff": 512, "heads": 16, "kv_heads": 16, "head_dim": 16, "vocab": 512}
 COUNTED = {
     "expressions made exact": (stage.trace.concrete, "exact"),
-    "blocks sharded": (stage.synthesis, "shard"),
-    "blocks differentiated": (stage.synthesis, "differentiate"),
+    "blocks sharded": (stage.block_graphs, "shard"),
+    "blocks differentiated": (stage.block_graphs, "differentiate"),
     "blocks lowered": (stage.trace.kind, "lower"),
     "templates encoded": (stage.trace.expand, "encode_template"),
     "stages assembled": (stage.synthesis, "stage_program"),

@@ -27,6 +27,7 @@ LEVELS = (
     ("ops",),
     ("graph",),
     ("context", "hf", "modelfile", "recomputation"),
+    ("strategy_keys",),
     ("strategy",),
     ("model",),
     ("blocks",),

@@ -635,3 +635,15 @@ def test_any_forged_job_is_read_or_an_error(
         assert json.dumps(traces.manifest)
     except TraceError as err:
         assert "\n" not in str(err)  # noqa: PT017 - either is right
+
+
+@pytest.mark.parametrize("exhaustive", [False, True])
+def test_what_a_bundle_says_wrongly_of_its_classes_is_found(tmp_path: Path, exhaustive: bool) -> None:
+    """Its checksums are right, for whoever wrote it believed it."""
+    traces = job()
+    told = [dict(summary) for summary in traces.summaries]
+    told[1]["num_ops"] += 1
+    wrong = TraceSet(traces.classes, {**traces.description, "written": 3}, told)
+    report = verify_path(written(tmp_path, wrong), exhaustive=exhaustive)
+    assert [defect.rule for defect in report.defects] == ["manifest", "manifest"]
+    assert {defect.message.split()[0] for defect in report.defects} == {"written", "classes[1].num_ops"}

@@ -60,7 +60,8 @@ def model_summary(
         return report
     shape = {"seq": seq, "mask": mask, "attention": attention, "mtp": mtp, "sizes": sizes or None}
     request = _request(target, model, strategy, {**shape, **given})
-    cut(request.model, request.pipeline, request.stage_layers)  # refuses layers that stages can not share
+    if request.degrees["pp"] > 1:
+        cut(request.model, request.pipeline, request.stage_layers)  # refuses layers that stages can not share
     return {**report, "closed_forms": closed_forms(request)}
 
 
