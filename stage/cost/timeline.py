@@ -92,8 +92,8 @@ class _Clock:
                 if ends[at] is None and not self._run_special(number, at):
                     break
             else:
-                ready = max([ends[k] for k in after[at]])  # type: ignore[type-var]
-                starts[at], ends[at] = ready, ready + seconds[at]  # type: ignore[assignment, operator]
+                ready = max([ends[k] for k in after[at]])
+                starts[at], ends[at] = ready, ready + seconds[at]
             at += 1
         device.next = at
         return at > first
@@ -101,7 +101,7 @@ class _Clock:
     def _run_special(self, number: int, at: int) -> bool:
         """Run a node that has to do with other devices, if it can; what it depends on has run."""
         device = self.devices[number]
-        ready = max([device.ends[k] for k in device.after[at]])  # type: ignore[type-var]
+        ready = max([device.ends[k] for k in device.after[at]])
         assert ready is not None
         start: float | None = ready
         if at in device.receives:
@@ -128,7 +128,7 @@ class _Clock:
             if at in device.special:
                 moved = self._run_special(number, at) or moved
                 continue
-            ready = max([device.ends[k] for k in device.after[at]])  # type: ignore[type-var]
+            ready = max([device.ends[k] for k in device.after[at]])
             assert ready is not None
             device.starts[at], device.ends[at], moved = ready, ready + device.seconds[at], True
         return moved
