@@ -170,6 +170,8 @@ def test_what_is_stored_by_hand() -> None:
     assert (plain.parameters, plain.gradients, plain.optimizer) == (2 * count, 4 * count, 12 * count)
     sharded = ranks("llama3-8b", "megatron", dp=2, zero=1).ranks[0].stored
     assert 0 <= sharded.optimizer - 6 * count < 12 * 64 * 20  # parameters start at multiples of 64 elements
+    whole = ranks("llama3-8b", "fsdp", dp=2).ranks[0].stored  # the shard is the master: 4 + 4 + 8 over dp
+    assert (whole.parameters, whole.gradients, whole.optimizer) == (2 * count, 2 * count, 4 * count)
     fp32 = ranks("llama3-8b", "megatron", dp=2, zero=0, param_dtype="fp32").ranks[0].stored
     assert (fp32.parameters, fp32.optimizer) == (4 * count, 8 * count)  # which is its own master
 
@@ -298,3 +300,14 @@ def test_the_report_is_plain_and_says_where_the_peak_is() -> None:
     assert first["action"] in first["actions"]
     assert sum(one["bytes"] for one in first["in_flight"]) <= max(first["curve"]["activations"])
     assert first["tensors"][0]["bytes"] > 0
+
+
+def test_messages_of_the_pipeline_are_communication() -> None:
+    """A cotangent of one micro-batch waits to be used by the last block of the first stage; none does without stages."""
+    found = ranks(pp=2, batch=4)
+    first = found.ranks[0].chunks[0]
+    at = CATEGORIES.index("communication")
+    assert first.peak("B").bytes[at] == first.step.message == 2 * 16 * 32
+    assert ranks(batch=4).ranks[0].chunks[0].peak("B").bytes[at] == 0
+    turn = ranks(pp=2, batch=4, schedule="zb-v", sizes={"layers": 4}).ranks[1]
+    assert turn.chunks[0].peak("I").bytes[at] == 0  # the second chunk is on the same rank

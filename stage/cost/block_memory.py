@@ -49,6 +49,12 @@ class BlockMemory:
         """Bytes of the tensors that the first part of a split backward leaves to the second, by name."""
         return {name: self._size(name) for name in self._handed}
 
+    def ends(self, kind: str) -> tuple[frozenset[str], frozenset[str]]:
+        """The tensors that a run is given by the block next to it, and those that it hands to the other one."""
+        cotangents = frozenset(self._root.get(c, c) for c in self.both.cotangents[:1] if c is not None)
+        inputs = frozenset(self.both.forward.inputs[:1])
+        return (inputs, frozenset(self._outputs)) if kind == "F" else (frozenset(self.both.seeds), cotangents)
+
     @cached_property
     def weights(self) -> int:
         """Bytes of copies of weights that are made once a step and last for all of it."""
@@ -59,7 +65,7 @@ class BlockMemory:
         """The lifetimes in each kind of action; where backward is split, of its parts too."""
         backward = self.both.backward
         given = dict.fromkeys(self._saved, ACTIVATION) | dict.fromkeys(self.both.seeds, TEMPORARY)
-        cotangent = {self._root.get(c, c): TEMPORARY for c in self.both.cotangents[:1] if c is not None}
+        cotangent = dict.fromkeys(self.ends("B")[1], TEMPORARY)
         found = {"F": self._forward(), "B": self._lifetimes(backward, given, cotangent)}
         if self.split:
             late = dict.fromkeys(self._handed, ACTIVATION)

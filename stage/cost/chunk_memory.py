@@ -99,8 +99,28 @@ class ChunkMemory:
         unit, run = self.plan.units[at], self.blocks[at].runs[kind]
         if node < 0:
             return ActionPeak(best, unit.kind, unit.layer, "", ())
-        tensors = tuple((span.tensor, span.bytes) for span in run.alive(node)[:LARGEST])
+        alive, messages = run.alive(node), self._messages(at, kind)
+        for span in alive:
+            if span.tensor in messages:
+                best[span.kind - len(KINDS)] -= span.bytes
+                best[COMMUNICATION] += span.bytes
+        tensors = tuple((span.tensor, span.bytes) for span in alive[:LARGEST])
         return ActionPeak(best, unit.kind, unit.layer, run.nodes[node], tensors)
+
+    def _messages(self, at: int, kind: str) -> frozenset[str]:
+        """Tensors that a block is about to send to another rank, or was sent and will not keep."""
+        given, handed = self.blocks[at].ends(kind)
+        found = frozenset[str]()
+        if kind in "BI" and at == self.units[-1] and self._leaves(1):
+            found |= given
+        end, towards = (self.units[-1], 1) if kind == "F" else (self.units[0], -1)
+        return found | handed if kind != "W" and at == end and self._leaves(towards) else found
+
+    def _leaves(self, towards: int) -> bool:
+        """Whether the stage before or behind this one is on another rank."""
+        pipeline = self.step.pipeline
+        there = pipeline.stage(self.plan.rank, self.number) + towards
+        return 0 <= there < pipeline.stages and pipeline.place(there)[0] != self.plan.rank
 
     def _beside(self, kind: str) -> Iterator[tuple[int, Ints]]:
         """Each block of an action, and what is held beside its own run, less what was held before the action."""
