@@ -40,7 +40,6 @@ UNTOLD = {
     "uneven_pipeline": "a change of the program that is in no column",
     "account_for_embedding": "a change of the program that is in no column",
     "multi_dist_optimizer_instances": "a change of the program that is in no column",
-    "frozen_resume": "a checkpoint of another version, loaded into memory",
 }
 """Parts of a case's name, and why rows of it are not predicted."""
 
