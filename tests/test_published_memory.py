@@ -33,6 +33,14 @@ def test_rows_that_are_left_out_are_counted() -> None:
     }
 
 
+def test_a_row_that_is_no_job_is_left_out_with_what_is_said_of_it() -> None:
+    row = dict(read_rows(DATA / "simumax_b200_real_vs_perf.csv")[0], layer_num="7")
+    found = memory_accuracy("simumax_b200_real_vs_perf", [row])
+    assert not found.rows
+    (why,) = found.left_out
+    assert why.startswith("no job of this tool: 7 layers of llama3-70b do not divide by pp = 2")
+
+
 def test_a_row_says_the_job() -> None:
     rows = {row["case"]: row for row in read_rows(DATA / "simumax_b200_real_vs_perf.csv")}
     job = simumax_b200.row_request(rows["llama3_70b_l12_tp2_cp4_pp1_dp1_seq131072_mbc4_cef"])
