@@ -20,8 +20,8 @@ from stage.cost.pricing import Prices
 from stage.cost.timeline import run_tracks
 from stage.cost.tracks import job_tracks, program_nodes
 from stage.errors import StageError
+from stage.trace.job import Job
 from stage.trace.program import Program
-from stage.traceset import Job
 
 __all__ = ["Estimate", "estimate_job"]
 

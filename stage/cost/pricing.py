@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stage.cost.work import CostModel, Exchange, Kernel
+from stage.trace.job import Job
 from stage.trace.peer import Peer
 from stage.trace.template import Template, TemplateNode
-from stage.traceset import Job
 
 __all__ = ["Prices", "Spread", "kernel_of", "price_job"]
 

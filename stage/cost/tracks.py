@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from stage.cost.timeline import Track
 from stage.trace.groups import PIPELINE_ENDS
+from stage.trace.job import Job
 from stage.trace.partition import STAGES, Partition
 from stage.trace.peer import Peer, peer_positions
 from stage.trace.program import COLUMNS, PORTS, Program
 from stage.trace.template import EARLIER, Template
-from stage.traceset import Job
 
 __all__ = ["Nodes", "job_tracks", "program_nodes"]
 
