@@ -120,7 +120,10 @@ class Assembly:
 
     def rows(self, template: Template) -> Rows:
         """The instances of a template."""
-        return self._rows.setdefault(id(template), Rows.of(template))
+        found = self._rows.get(id(template))
+        if found is None:
+            found = self._rows[id(template)] = Rows.of(template)
+        return found
 
     def last(self, queue: str) -> int:
         """The id of the last node placed on a queue, -1 if there is none."""
