@@ -2,7 +2,7 @@
 
 A `[[network]]` tier names its link. The figures of protocols are NCCL's own, by which it chooses among them
 (`src/graph/tuning.cc` at 5067397, https://github.com/NVIDIA/nccl: baseLatencies, hwLatencies, llMaxBws, and the
-shares in ncclTopoTuneModel), and the rest is set by these rows, in each case messages of 256 MiB and more:
+shares in ncclTopoTuneModel), and the rest is set by these rows, mostly messages of 256 MiB and more:
 
 * `efficiency` of nvlink3, nvlink4, nvlink5: all_gather, reduce_scatter and all_reduce (of INT8, which no switch adds)
   on 8 A100, H100 and B200, NCCL 2.27.3 and 2.29.2, in the tables of aiconfigurator-core 0.12.0; on A100 also vTrain's
@@ -11,8 +11,10 @@ shares in ncclTopoTuneModel), and the rest is set by these rows, in each case me
 * pcie: SimuMax's fits for 2 and 4 A100 on PCIe, https://github.com/MooreThreads/SimuMax at 4dcaae513b;
 * network: 16 GPUs on 16 nodes in SimAI's table, https://github.com/aliyun/SimAI at cef83f9d.
 
-By the small messages on 8 GPUs a step on A100 and B200 takes twice what NCCL says, on H100 as long. `FILL` is from the
-difference of large and small messages there. Everything of the links of other vendors is assumed.
+By messages of all sizes on 8 GPUs a step on A100 and B200 takes twice what NCCL says, on H100 as long; that all-to-alls of
+up to 16 KiB use the low-latency protocol, and `FILL`, are from the small ones there, and what the ends of a pipeline cost
+(`stage.cost.collectives`) from 2, 4 and 8 GPUs. The form of the model was chosen with all of these tables in view, so how
+well it meets them is no prediction; of H200, GB200 and GB300 nothing was used. Links of other vendors are assumed.
 """
 
 from collections.abc import Mapping
