@@ -11,10 +11,11 @@ shares in ncclTopoTuneModel), and the rest is set by these rows, mostly messages
 * pcie: SimuMax's fits for 2 and 4 A100 on PCIe, https://github.com/MooreThreads/SimuMax at 4dcaae513b;
 * network: 16 GPUs on 16 nodes in SimAI's table, https://github.com/aliyun/SimAI at cef83f9d.
 
-By messages of all sizes on 8 GPUs a step on A100 and B200 takes twice what NCCL says, on H100 as long; that all-to-alls of
-up to 16 KiB use the low-latency protocol, and `FILL`, are from the small ones there, and what the ends of a pipeline cost
-(`stage.cost.collectives`) from 2, 4 and 8 GPUs. The form of the model was chosen with all of these tables in view, so how
-well it meets them is no prediction; of H200, GB200 and GB300 nothing was used. Links of other vendors are assumed.
+By messages of all sizes on 8 GPUs a step on A100 and B200 takes twice what NCCL says, on H100 as long. That all-to-alls
+of up to 16 KiB use the low-latency protocol, and `FILL`, are from the small ones there; what the ends of a pipeline
+cost (`stage.cost.collectives`) is from 2, 4 and 8 GPUs. The form of the model was chosen with all of these tables in
+view, so how well it meets them is no prediction; of H200, GB200 and GB300 nothing was used. Links of other vendors are
+assumed.
 """
 
 from collections.abc import Mapping
