@@ -5,6 +5,7 @@ model -> graph of each kind of block -> sharded -> differentiated -> recomputati
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,15 @@ from stage.trace.buckets import Bucket, plan_buckets
 from stage.trace.capacity import check_capacity, check_tags
 from stage.trace.concrete import Concrete
 from stage.trace.image import NameStyle
+from stage.trace.job import Job
 from stage.trace.kind import BlockKind
 from stage.trace.parameters import Parameter, Sharding
 from stage.trace.partition import STAGES, Partition
 from stage.trace.plan import StagePlan, StepPlan, UnitPlan
-from stage.trace.program import Program
 from stage.trace.queries import query_atoms
 from stage.trace.routing import Routing, make_routing
 from stage.trace.stage_program import stage_program
-from stage.traceset import Job, TraceSet
+from stage.traceset import TraceSet
 
 __all__ = ["differentiated_block", "job", "sharded_block", "symbol_values", "synthesize"]
 
@@ -61,8 +62,82 @@ Kinds = dict[tuple[Block, bool], BlockKind]
 """By the block, and whether it is recomputed."""
 
 
+@dataclass(frozen=True)
+class JobPlan:
+    """A request with each kind of block lowered, shared out over stages: all that programs are put together from.
+
+    Classes of ranks are those of `classes`, by their numbers.
+    """
+
+    request: Request
+    stages: list[list[Unit]]
+    kinds: Kinds
+    step: StepPlan
+    classes: Partition
+
+    def place(self, number: int) -> dict[str, int]:
+        """Where a class stands: on the pipeline, and on the atoms that its work depends on."""
+        return self.classes.coordinates(number)
+
+    def units(self, number: int) -> list[list[Unit]]:
+        """The blocks of a class, by its chunks."""
+        rank, pipeline = self.place(number).get(STAGES, 0), self.request.pipeline
+        return [self.stages[pipeline.stage(rank, chunk)] for chunk in range(pipeline.chunks)]
+
+    def load_row(self, unit: Unit) -> int:
+        """Which row of the load of experts is that of a block."""
+        load, moe_layers = self.request.expert_load, self.request.model.moe_layers
+        many = load is not None and len(load.rows) > 1
+        return moe_layers.index(unit.layer) if many and self.kinds[unit.kind].routings else 0
+
+    def stage(self, number: int) -> StagePlan:
+        """What the ranks of a class hold."""
+        request, step, held = self.request, self.step, self.units(number)
+        rank = self.place(number).get(STAGES, 0)
+        plans = self._unit_plans([unit for units in held for unit in units], self.place(number))
+        shared = [p.name for p in _shared(request, self.kinds)]
+        chunks: list[range] = []
+        buckets: list[Bucket] = []
+        for units in held:
+            first = chunks[-1].stop if chunks else 0
+            chunks.append(range(first, first + len(units)))
+            whole = request.strategy.bucket_first_stage and (rank or first)
+            bucket_size = 0 if whole else request.strategy.bucket_size
+            parameters = [plans[at].parameters for at in chunks[-1]]
+            buckets += plan_buckets(parameters, step.sharding, step.mesh, bucket_size, shared, first)
+        return StagePlan(rank, tuple(plans), tuple(chunks), tuple(buckets))
+
+    def _unit_plans(self, units: list[Unit], place: Mapping[str, int]) -> list[UnitPlan]:
+        """The blocks of a rank; a parameter that two of them share belongs to the first."""
+        seen: set[str] = set()
+        plans = []
+        for unit in units:
+            kind = self.kinds[unit.kind]
+            own = tuple(p for p in kind.parameters if unit.layer >= 0 or p.name not in seen)
+            seen.update(p.name for p in own if unit.layer < 0)
+            head = unit.block == self.request.model.head
+            templates = kind.templates(place, self.load_row(unit))
+            plans.append(UnitPlan(unit.block.kind, unit.layer, templates, own, kind.parameters, head))
+        return plans
+
+
 def job(request: Request) -> Job:
     """Everything a trace set needs, computed once for each kind of block and each stage."""
+    plan = plan_job(request)
+    model = request.model
+    programs = tuple(stage_program(plan.stage(number), plan.step) for number in range(plan.classes.count))
+    digits = NameStyle(
+        len(str(len(model.layers) - 1)),
+        len(str(request.micro_batches - 1)),
+        len(str(request.steps - 1)) if request.steps > 1 else 0,
+    )
+    placement = None if request.placement is None else np.array(request.placement, np.int64)
+    description = describe(request, plan.stages)
+    return Job(request.mesh, programs, digits, description, placement, plan.classes.axes)
+
+
+def plan_job(request: Request) -> JobPlan:
+    """What the programs of a job are put together from; a job that no trace can hold is refused."""
     model, mesh = request.model, request.mesh
     dtypes = {"compute": request.dtype, "gradient": request.grad_dtype, "parameter": request.param_dtype}
     widths = {name: dtype_bytes(name) for name in (FP8, "uint8")}
@@ -87,22 +162,15 @@ def job(request: Request) -> Job:
     step = _step_plan(request, kinds, widths, concrete)
     classes = Partition.of(mesh, [atom for kind in kinds.values() for atom in kind.variants])
     _check_balance(request, kinds.values())
-    places = [classes.coordinates(number) for number in range(classes.count)]
+    first = classes.coordinates(0)
     check_tags(
         micro_batches=request.micro_batches,
         steps=request.steps,
         chunks=request.pipeline.chunks,
         blocks=len(model.blocks),
-        messages=max(kind.templates(places[0]).messages for kind in kinds.values()),
+        messages=max(kind.templates(first).messages for kind in kinds.values()),
     )
-    programs = tuple(_program(place, stages, kinds, step, request) for place in places)
-    digits = NameStyle(
-        len(str(len(model.layers) - 1)),
-        len(str(request.micro_batches - 1)),
-        len(str(request.steps - 1)) if request.steps > 1 else 0,
-    )
-    placement = None if request.placement is None else np.array(request.placement, np.int64)
-    return Job(mesh, programs, digits, describe(request, stages), placement, classes.axes)
+    return JobPlan(request, stages, kinds, step, classes)
 
 
 def _kinds(request: Request, stages: list[list[Unit]], concrete: Concrete) -> Kinds:
@@ -213,46 +281,3 @@ def _shared(request: Request, kinds: Kinds) -> list[Parameter]:
         return []
     names = {p.name for p in kinds[model.head, False].parameters}
     return [p for p in kinds[model.embedding, False].parameters if p.name in names]
-
-
-def _program(
-    place: Mapping[str, int],
-    stages: list[list[Unit]],
-    kinds: Kinds,
-    step: StepPlan,
-    request: Request,
-) -> Program:
-    """The program of the ranks at a place: of the pipeline, and of the atoms that their work depends on."""
-    rank = place.get(STAGES, 0)
-    held = [stages[request.pipeline.stage(rank, chunk)] for chunk in range(request.pipeline.chunks)]
-    plans = _unit_plans([unit for units in held for unit in units], kinds, place, request)
-    shared = [p.name for p in _shared(request, kinds)]
-    chunks: list[range] = []
-    buckets: list[Bucket] = []
-    for units in held:
-        first = chunks[-1].stop if chunks else 0
-        chunks.append(range(first, first + len(units)))
-        whole = request.strategy.bucket_first_stage and (rank or first)
-        bucket_size = 0 if whole else request.strategy.bucket_size
-        parameters = [plans[at].parameters for at in chunks[-1]]
-        buckets += plan_buckets(parameters, step.sharding, step.mesh, bucket_size, shared, first)
-    return stage_program(StagePlan(rank, tuple(plans), tuple(chunks), tuple(buckets)), step)
-
-
-def _unit_plans(
-    units: list[Unit], kinds: Kinds, place: Mapping[str, int], request: Request
-) -> list[UnitPlan]:
-    """The blocks of a rank; a parameter that two of them share belongs to the first."""
-    seen: set[str] = set()
-    many = request.expert_load is not None and len(request.expert_load.rows) > 1
-    sparse = request.model.moe_layers if many else ()
-    plans = []
-    for unit in units:
-        kind = kinds[unit.kind]
-        own = tuple(p for p in kind.parameters if unit.layer >= 0 or p.name not in seen)
-        seen.update(p.name for p in own if unit.layer < 0)
-        head = unit.block == request.model.head
-        row = sparse.index(unit.layer) if many and kind.routings else 0
-        templates = kind.templates(place, row)
-        plans.append(UnitPlan(unit.block.kind, unit.layer, templates, own, kind.parameters, head))
-    return plans

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stage.cost.efficiency import read_efficiency
+from stage.cost.links import LINKS
 from stage.cost.reading import Reader, reading
 from stage.cost.system import DTYPES, TOPOLOGIES, System, Tier
 from stage.errors import StageError
@@ -61,6 +63,7 @@ def system_of(name: str, table: dict[str, Any]) -> System:
         title, sources = file.text("title"), file.texts("sources")
         assumptions = file.texts("assumptions") if file.has("assumptions") else ()
         found = compute_of(file) | memory_of(file) | host_of(file) | power_of(file)
+        found["efficiency"] = read_efficiency(file, DTYPES)
         network = file.value("network")
         if not isinstance(network, list):
             raise file.wrong("network", "[[network]], one for each tier, the innermost first,")
@@ -137,6 +140,7 @@ def tier_of(where: str, table: object) -> Tier:
             shares_links=tier.flag("shares_links"),
             in_network_reduction=tier.flag("in_network_reduction"),
             picojoules_per_bit=tier.number("picojoules_per_bit") if tier.has("picojoules_per_bit") else None,
+            link=tier.choice("link", tuple(LINKS)) if tier.has("link") else "plain",
         )
 
 

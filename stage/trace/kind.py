@@ -45,14 +45,18 @@ class BlockKind:
             found |= variant_atoms(graphs, routing, pairwise=pairwise)
         return tuple(name for name in self.concrete.mesh.names if name in found)
 
+    def at(self, place: Mapping[str, int], row: int = 0) -> Concrete:
+        """What turns symbols into the numbers of the devices at a place, under a row of the load."""
+        concrete = replace(self.concrete, place={atom: place[atom] for atom in self.variants})
+        return replace(concrete, routing=self.routings[row]) if self.routings else concrete
+
     def templates(self, place: Mapping[str, int], row: int = 0) -> Lowered:
         """The templates on the devices at a place, under a row of the load; the same object for equal ones."""
         key = row, tuple(place[atom] for atom in self.variants)
         if key not in self._known:
-            concrete = replace(self.concrete, place=dict(zip(self.variants, key[1], strict=True)))
             made = lower(
                 self.both,
-                replace(concrete, routing=self.routings[row]) if self.routings else concrete,
+                self.at(place, row),
                 gathered=self.gathered,
                 numbers=self.numbers,
                 split=self.split,

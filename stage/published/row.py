@@ -1,0 +1,40 @@
+"""A row of a table of published measurements: texts by the names of columns."""
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+
+from stage.errors import StageError
+
+__all__ = ["Row", "number", "read_rows", "text"]
+
+Row = Mapping[str, str]
+
+
+def text(row: Row, column: str, default: str = "") -> str:
+    """What a cell says, or the default where it is empty; a `StageError` for a column that the table does not have."""
+    if column not in row:
+        raise StageError(
+            f"column '{column}' is missing; this set has it, so give a table with the set's columns"
+        )
+    return row[column].strip() or default
+
+
+def number(row: Row, column: str, default: int | None = None) -> int:
+    """A cell as a whole number; a `StageError` where it is none."""
+    found = text(row, column, "" if default is None else str(default))
+    try:
+        return round(float(found))
+    except (ValueError, OverflowError):
+        raise StageError(
+            f"column '{column}' is {found!r}, where a number is needed; correct the row"
+        ) from None
+
+
+def read_rows(file: str | Path) -> list[Row]:
+    """The rows of a CSV file."""
+    try:
+        with Path(file).open(newline="", encoding="utf-8") as lines:
+            return list(csv.DictReader(lines))
+    except OSError as err:
+        raise StageError(f"{file}: {err.strerror}; give a CSV file that can be read") from err
