@@ -7,6 +7,7 @@
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from stage.cost.block_memory import BlockMemory
 from stage.cost.memory import Peak, RankMemory, rank_memory
@@ -34,6 +35,34 @@ class JobMemory:
     def reserved(self) -> int:
         """The bytes that a device must have for any class to fit."""
         return max(rank.reserved for rank in self.ranks)
+
+    def describe(self) -> dict[str, Any]:
+        """The memory of each class as plain values: what `stage estimate` reports."""
+        return {
+            "peak_memory_bytes": self.peak.bytes,
+            "reserved_memory_bytes": self.reserved,
+            "classes": [_described(rank) for rank in self.ranks],
+        }
+
+
+def _described(rank: RankMemory) -> dict[str, Any]:
+    """A class: its peak and where that is, and the curve of what is held after each action."""
+    peak = rank.peak
+    return {
+        "peak_bytes": peak.bytes,
+        "reserved_bytes": rank.reserved,
+        "categories": dict(peak.categories),
+        "action": peak.action,
+        "block": peak.block,
+        "layer": peak.layer,
+        "node": peak.node,
+        "tensors": [{"name": name, "bytes": size} for name, size in peak.tensors],
+        "in_flight": [
+            {"chunk": chunk, "micro_batch": i, "bytes": size} for (chunk, i), size in peak.in_flight.items()
+        ],
+        "actions": [str(action) for action in rank.actions],
+        "curve": rank.curve(),
+    }
 
 
 def job_memory(job: Request | JobPlan, runtime: Runtime = MEGATRON) -> JobMemory:

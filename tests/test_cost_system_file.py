@@ -1,3 +1,4 @@
+from dataclasses import fields
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -6,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stage.cost.efficiency import Efficiency
 from stage.cost.system_file import SHIPPED, list_systems, load_system, parse_system, read_system, system_of
 from stage.errors import StageError
 
@@ -96,7 +98,7 @@ def test_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
             'title = "Mine"',
             'title = "Mine"\ncolour = "red"',
             "system mine: has the unknown key 'colour'; known: title, sources, assumptions, compute, matrix_tflops, "
-            "matrix_flops_per_clock, vector_tflops, vector_flops_per_clock, memory, host, power, network",
+            "matrix_flops_per_clock, vector_tflops, vector_flops_per_clock, memory, host, power, efficiency, network",
         ),
         ('["a wish"]', "[]", "system mine: sources is []; a list of texts is expected"),
         ('["a wish"]', '"a wish"', "system mine: sources is 'a wish'; a list of texts is expected"),
@@ -202,11 +204,56 @@ def test_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
             "[power]\ntdp_watts = 1\nidle_watts = 2\n[[network]]",
             "system mine: [power] idle_watts is above tdp_watts: exchange them",
         ),
+        (
+            "[[network]]",
+            "[efficiency]\nmemory_share = 1.5\n[[network]]",
+            "system mine: [efficiency] memory_share is 1.5; a share of at most 1 is expected",
+        ),
+        (
+            "[[network]]",
+            "[efficiency]\nmatrix_share = { bf16 = 0 }\n[[network]]",
+            "system mine: [efficiency] [matrix_share] bf16 is 0; a number above 0 is expected",
+        ),
+        (
+            "[[network]]",
+            "[efficiency]\nsoftmax_clocks = [1, -1]\n[[network]]",
+            "system mine: [efficiency] softmax_clocks is [1, -1]; two numbers above 0, forward and backward, are expected",
+        ),
+        (
+            "[[network]]",
+            "[efficiency]\ngemm = 1\n[[network]]",
+            "system mine: [efficiency] has the unknown key 'gemm'; known: matrix_share, boost_share, memory_share, "
+            "reuse_share, attention_share, kernel_us, tile_us, block_us, attention_rows, operand_gb_s, softmax_clocks",
+        ),
     ],
 )
 def test_mistake_in_a_file_is_an_error(old: str, new: str, text: str) -> None:
     assert MINE.count(old) >= 1
     assert message(MINE.replace(old, new, 1)) == text
+
+
+def test_efficiency_is_read() -> None:
+    said = """[efficiency]
+matrix_share = { bf16 = 0.7, fp8 = 0.6 }
+boost_share = 0.9
+operand_gb_s = 4000
+memory_share = 0.8
+reuse_share = 0.1
+kernel_us = 2
+tile_us = 0.5
+attention_share = 0.75
+softmax_clocks = [0.1, 0.3]
+attention_rows = 64
+block_us = 3
+[[network]]"""
+    assert parse_system("mine", MINE).efficiency == Efficiency()
+    found = parse_system("mine", MINE.replace("[[network]]", said, 1)).efficiency
+    expected = Efficiency(
+        {"bf16": 0.7, "fp8": 0.6}, 0.9, 4e12, 0.8, 0.1, 2e-6, 5e-7, 0.75, (0.1, 0.3), 64, 3e-6
+    )
+    for field in fields(Efficiency):
+        assert getattr(found, field.name) == pytest.approx(getattr(expected, field.name)), field.name
+    assert (found.matrix_share("fp8"), found.matrix_share("tf32")) == (0.6, 0.7)
 
 
 def test_network_is_a_list_of_tables() -> None:

@@ -49,19 +49,23 @@ class BlockMemory:
         """Bytes of the tensors that the first part of a split backward leaves to the second, by name."""
         return {name: self._size(name) for name in self._handed}
 
+    def ends(self, kind: str) -> tuple[frozenset[str], frozenset[str]]:
+        """The tensors that a run is given by the block next to it, and those that it hands to the other one."""
+        cotangents = frozenset(self._root.get(c, c) for c in self.both.cotangents[:1] if c is not None)
+        inputs = frozenset(self.both.forward.inputs[:1])
+        return (inputs, frozenset(self._outputs)) if kind == "F" else (frozenset(self.both.seeds), cotangents)
+
     @cached_property
     def weights(self) -> int:
         """Bytes of copies of weights that are made once a step and last for all of it."""
-        once = [node for node in self.both.forward.nodes if node.phase == ONCE]
-        return sum(self._size(out) for node in once for out in node.outputs)
+        return sum(self._size(name) for name in self._static if self._tensor(name).role == "weight")
 
     @cached_property
     def runs(self) -> dict[str, Lifetimes]:
         """The lifetimes in each kind of action; where backward is split, of its parts too."""
         backward = self.both.backward
-        start = dict.fromkeys(self._saved, ACTIVATION) | dict.fromkeys(self.both.seeds, TEMPORARY)
-        given = {own: start[own] for own in start if own in backward.tensors}
-        cotangent = {self._root.get(c, c): TEMPORARY for c in self.both.cotangents[:1] if c is not None}
+        given = dict.fromkeys(self._saved, ACTIVATION) | dict.fromkeys(self.both.seeds, TEMPORARY)
+        cotangent = dict.fromkeys(self.ends("B")[1], TEMPORARY)
         found = {"F": self._forward(), "B": self._lifetimes(backward, given, cotangent)}
         if self.split:
             late = dict.fromkeys(self._handed, ACTIVATION)
@@ -74,7 +78,7 @@ class BlockMemory:
         nodes = [node for node in graph.nodes if node.phase != ONCE]
         kept = dict.fromkeys((*self._saved, *self._outputs), ACTIVATION)
         entry = graph.inputs[0]
-        found = spans(graph, nodes, self._root, {entry: ACTIVATION}, kept, self._size)
+        found = spans(nodes, self._root, {entry: ACTIVATION}, kept, self._counted)
         copied = [
             Span(
                 f"{span.tensor} before its copy to fp32",
@@ -89,10 +93,7 @@ class BlockMemory:
         return Lifetimes(tuple(node.name for node in nodes), (*found, *copied))
 
     def _lifetimes(self, graph: Graph, given: Mapping[str, int], kept: Mapping[str, int]) -> Lifetimes:
-        held = {own: kind for own, kind in kept.items() if self._known(own)}
-        found = (
-            spans(self.both.backward, graph.nodes, self._root, given, held, self._size) if graph.nodes else []
-        )
+        found = spans(graph.nodes, self._root, given, kept, self._counted) if graph.nodes else []
         found += [extra for at, node in enumerate(graph.nodes) for extra in self._extras(node, at)]
         return Lifetimes(tuple(node.name for node in graph.nodes), tuple(found))
 
@@ -150,25 +151,31 @@ class BlockMemory:
         return None
 
     @cached_property
+    def _static(self) -> frozenset[str]:
+        """What is made once a step, and lasts for all of it."""
+        once = (node for node in self.both.forward.nodes if node.phase == ONCE)
+        return frozenset(out for node in once for out in node.outputs)
+
+    @cached_property
     def _outputs(self) -> tuple[str, ...]:
         return tuple(self._root.get(out, out) for out in self.both.forward.outputs)
 
     @cached_property
     def _saved(self) -> tuple[str, ...]:
         """The memory that is kept for backward, once for all that live in it, and without what others count."""
-        static = {out for node in self.both.forward.nodes if node.phase == ONCE for out in node.outputs}
-        static |= {t.name for t in self.both.forward.parameters}
         own = dict.fromkeys(self._root.get(name, name) for name in self.both.saved)
-        return tuple(name for name in own if name not in static and name not in self._outputs)
+        return tuple(name for name in own if self._counted(name) is not None and name not in self._outputs)
 
     @cached_property
     def _handed(self) -> tuple[str, ...]:
         weight = self._parts.weight
         own = dict.fromkeys(self._root.get(name, name) for name in weight.inputs)
-        return tuple(name for name in own if self._known(name))
+        return tuple(name for name in own if self._counted(name) is not None)
 
-    def _known(self, name: str) -> bool:
-        return name in self._tensors and self._tensors[name].role not in ("parameter", "gradient", "weight")
+    def _counted(self, name: str) -> int | None:
+        """The bytes of a tensor; None of parameters and their gradients, and of copies that last for a step."""
+        static = name in self._static or self._tensor(name).role in ("parameter", "gradient")
+        return None if static else self._size(name)
 
     @cached_property
     def _copied(self) -> frozenset[str]:
@@ -192,4 +199,5 @@ class BlockMemory:
     def _bytes(self, tensor: Tensor, width: Callable[[str], int]) -> int:
         layouts = self.both.backward.layouts
         layout = layouts[tensor.name] if tensor.name in layouts else self.both.forward.layouts[tensor.name]
-        return ceil(self.concrete.local(tensor, layout).bytes(width))
+        size: int = ceil(self.concrete.local(tensor, layout).bytes(width))
+        return size

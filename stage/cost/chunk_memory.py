@@ -99,8 +99,28 @@ class ChunkMemory:
         unit, run = self.plan.units[at], self.blocks[at].runs[kind]
         if node < 0:
             return ActionPeak(best, unit.kind, unit.layer, "", ())
-        tensors = tuple((span.tensor, span.bytes) for span in run.alive(node)[:LARGEST])
+        alive, messages = run.alive(node), self._messages(at, kind)
+        for span in alive:
+            if span.tensor in messages:
+                best[span.kind - len(KINDS)] -= span.bytes
+                best[COMMUNICATION] += span.bytes
+        tensors = tuple((span.tensor, span.bytes) for span in alive[:LARGEST])
         return ActionPeak(best, unit.kind, unit.layer, run.nodes[node], tensors)
+
+    def _messages(self, at: int, kind: str) -> frozenset[str]:
+        """Tensors that a block is about to send to another rank, or was sent and will not keep."""
+        given, handed = self.blocks[at].ends(kind)
+        found = frozenset[str]()
+        if kind in "BI" and at == self.units[-1] and self._leaves(1):
+            found |= given
+        end, towards = (self.units[-1], 1) if kind == "F" else (self.units[0], -1)
+        return found | handed if kind != "W" and at == end and self._leaves(towards) else found
+
+    def _leaves(self, towards: int) -> bool:
+        """Whether the stage before or behind this one is on another rank."""
+        pipeline = self.step.pipeline
+        there = pipeline.stage(self.plan.rank, self.number) + towards
+        return 0 <= there < pipeline.stages and pipeline.place(there)[0] != self.plan.rank
 
     def _beside(self, kind: str) -> Iterator[tuple[int, Ints]]:
         """Each block of an action, and what is held beside its own run, less what was held before the action."""
@@ -129,18 +149,18 @@ class ChunkMemory:
         if step.sharding.zero == 3:
             towards = 1 if kind == "F" else -1
             ahead = [at + towards * i for i in range(1, step.prefetch + 1)]
-            found[PARAMETERS] = sum(self._between(i) for i in self.units if i != at) + self._gathered(at)
+            found[PARAMETERS] = sum(self._between(i) for i in self.units if i != at) + self.gathered(at)
             if kind != "W":
-                found[COMMUNICATION] = sum(self._gathered(i) for i in ahead if i in self.units)
+                found[COMMUNICATION] = sum(self.gathered(i) for i in ahead if i in self.units)
             if kind in "BW":
-                found[GRADIENTS] = self._whole(at) * step.widths["compute"]
+                found[GRADIENTS] = self.whole(at) * step.widths["compute"]
                 if step.per_micro_batch and at + 1 in self.units:
-                    found[COMMUNICATION] += self._whole(at + 1) * step.widths["gradient"]
+                    found[COMMUNICATION] += self.whole(at + 1) * step.widths["gradient"]
         elif step.sharding.zero == 2 and step.per_micro_batch and kind in "BW":
             found[GRADIENTS] = self._buckets * step.widths["gradient"]
         return found
 
-    def _gathered(self, at: int) -> int:
+    def gathered(self, at: int) -> int:
         """Bytes of a block's gathered parameters."""
         found = 0
         for _, axes, _, group in parameter_groups(self.plan.units[at].reads, self.step):
@@ -148,7 +168,7 @@ class ChunkMemory:
                 found += sum(self._elements([p]) * self.step.widths[p.dtype] for p in group)
         return found
 
-    def _whole(self, at: int) -> int:
+    def whole(self, at: int) -> int:
         """Elements of the gradients of a block that are scattered, before they are."""
         return self._elements(self.plan.units[at].parameters)
 
@@ -166,9 +186,9 @@ class ChunkMemory:
     def _between(self, at: int) -> int:
         """Bytes of a block's parameters that stay gathered from its forward to its backward."""
         if self.plan.units[at].head or self.step.reshard == ():
-            return self._gathered(at)
+            return self.gathered(at)
         return (
-            0 if self.step.reshard is None else self._gathered(at) // self.step.mesh.degree(self.step.reshard)
+            0 if self.step.reshard is None else self.gathered(at) // self.step.mesh.degree(self.step.reshard)
         )
 
     def lasting(self, actions: Sequence[Action]) -> tuple[Ints, Ints]:
@@ -188,6 +208,6 @@ class ChunkMemory:
         during[:, PARAMETERS] = after[:, PARAMETERS] * ~own
         if not self.step.per_micro_batch and self.step.pipeline.micro_batches > 1:
             begun = np.cumsum(np.array([action.kind in "BW" for action in actions]) & own) > 0
-            summed = begun * sum(map(self._whole, self.units)) * self.step.widths["gradient"]
+            summed = begun * sum(map(self.whole, self.units)) * self.step.widths["gradient"]
             during[:, GRADIENTS] = after[:, GRADIENTS] = summed
         return during, after

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stage.graph import Graph, Node
+from stage.graph import Node
 from stage.ops import get_op
 from stage.ops.collective import is_collective
 from stage.ops.ring import EXCHANGE
@@ -67,36 +67,32 @@ def roots(nodes: Sequence[Node], known: Mapping[str, str] | None = None) -> dict
 
 
 def spans(
-    graph: Graph,
     nodes: Sequence[Node],
     root: Mapping[str, str],
     given: Mapping[str, int],
     kept: Mapping[str, int],
-    size: Callable[[str], int],
+    size: Callable[[str], int | None],
 ) -> list[Span]:
     """The spans of what nodes read and make.
 
-    `given` are the tensors that are there before, with their kind; `kept` those that stay behind, with theirs. Gradients
-    of parameters are added to buffers of their own, and parameters are always there: neither has a span here.
+    `given` are the tensors that are there before, with their kind; `kept` those that stay behind, with theirs. A tensor
+    whose `size` is None is always there, or added to a buffer that is, and has no span.
     """
     first = dict.fromkeys(given, 0)
-    last = dict.fromkeys(given, 0)
-    kinds = dict(given)
+    last, kinds = dict(first), dict(given)
     for at, node in enumerate(nodes):
         for name in (*node.inputs, *node.outputs):
             own = root.get(name, name)
-            if own in first or _made(graph, own):
-                first.setdefault(own, at)
-                last[own] = at
-                kinds.setdefault(own, COMMUNICATION if _moves(node) else TEMPORARY)
+            first.setdefault(own, at)
+            last[own] = at
+            kinds.setdefault(own, COMMUNICATION if _moves(node) else TEMPORARY)
     for own, kind in kept.items():
         first.setdefault(own, 0)
         last[own], kinds[own] = len(nodes) - 1, kind
-    return [Span(own, first[own], last[own], size(own), kinds[own]) for own in first]
-
-
-def _made(graph: Graph, name: str) -> bool:
-    return graph.tensors[name].role not in ("parameter", "gradient")
+    sizes = {own: size(own) for own in first}
+    return [
+        Span(own, first[own], last[own], held, kinds[own]) for own, held in sizes.items() if held is not None
+    ]
 
 
 def _moves(node: Node) -> bool:

@@ -29,8 +29,11 @@ ACTIVATIONS, TEMPORARIES = CATEGORIES.index("activations"), CATEGORIES.index("te
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Where a rank holds most: the bytes by category, the action, the block's layer (-1 for embedding and head) and
-    node, the largest tensors there, and the bytes of activations by chunk and micro-batch in flight.
+    """Where a rank holds most.
+
+    The bytes by category; the action (as `0B3`: chunk, kind, micro-batch), the kind of block, its layer (-1 for
+    embedding and head) and the node that runs; the largest tensors of that block there; and the bytes of activations
+    that micro-batches in flight had before the action, by chunk and micro-batch.
     """
 
     categories: Mapping[str, int]
@@ -49,7 +52,10 @@ class Peak:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of a rank: what it stores, and by `CATEGORIES` what it holds after each action and most within each."""
+    """The memory of a rank: what it stores, and what it holds `after` each action and at `most` within it.
+
+    The columns of both are `CATEGORIES`, in bytes.
+    """
 
     stored: Stored
     actions: tuple[Action, ...]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from stage.cost.efficiency import Efficiency
 from stage.errors import StageError
 
 __all__ = ["DTYPES", "TOPOLOGIES", "System", "Tier"]
@@ -74,7 +75,8 @@ class System:
     bytes a second, `host_bandwidth` bytes a second in one direction. `kernel_gap` is the seconds from the end of
     a kernel to the start of the next that is already queued, `kernel_launch` those of the host for one launch,
     `framework_op` those of the host for one op of an eager framework, launch included (None: programs are
-    compiled whole, so the host issues no ops). `assumptions` names the keys whose figures no source gives.
+    compiled whole, so the host issues no ops). `efficiency` is how close to the peaks kernels come. `assumptions` names
+    the keys whose figures no source gives.
 
     Invariants: only the last tier may leave its ranks open; tiers have different names, and the first has links
     of its own; a torus has dims that multiply to its ranks, and nothing else has dims; a peak is within 1 % of
@@ -104,6 +106,7 @@ class System:
     tdp_watts: float | None = None
     idle_watts: float | None = None
     assumptions: tuple[str, ...] = ()
+    efficiency: Efficiency = field(default_factory=Efficiency)
 
     def __post_init__(self) -> None:
         where = f"system {self.name}"

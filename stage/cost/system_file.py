@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stage.cost.efficiency import read_efficiency
 from stage.cost.links import LINKS
 from stage.cost.reading import Reader, reading
 from stage.cost.system import DTYPES, TOPOLOGIES, System, Tier
@@ -62,6 +63,7 @@ def system_of(name: str, table: dict[str, Any]) -> System:
         title, sources = file.text("title"), file.texts("sources")
         assumptions = file.texts("assumptions") if file.has("assumptions") else ()
         found = compute_of(file) | memory_of(file) | host_of(file) | power_of(file)
+        found["efficiency"] = read_efficiency(file, DTYPES)
         network = file.value("network")
         if not isinstance(network, list):
             raise file.wrong("network", "[[network]], one for each tier, the innermost first,")

@@ -8,23 +8,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CostModel", "Exchange", "Kernel", "Product", "elements_of"]
+from stage.cost.shapes import Attention, Product, attention_of, product_of
+
+__all__ = ["CostModel", "Exchange", "Kernel"]
 
 Floats = NDArray[np.float64]
 
-
-class Product(NamedTuple):
-    """Sizes of a matrix multiplication: `groups` products of m x k by k x n; fractions under uneven loads."""
-
-    groups: float
-    m: float
-    n: float
-    k: float
+NEAR = 0.1
+"""How far traffic may be from a whole number of bytes an element: a bias is read too."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +53,28 @@ class Kernel:
 
     @cached_property
     def product(self) -> Product | None:
-        """The sizes of a product of two operands, None where shapes are not known or it is another kernel.
-
-        With a, b, c elements of operands and result and f multiply-adds, m = f/b, n = f/a, k = f/c, groups = abc/f^2.
-        """
-        if not self.matmul or len(self.operands) < 2 or not self.results or not self.flops:
+        """The sizes of a product of two operands, None where shapes are not known or it is another kernel."""
+        if not self.matmul or self.attention is not None:
             return None
-        a, b, c = (elements_of(shape) for shape in (*self.operands[:2], self.results[0]))
-        f = self.flops / 2
-        return Product(a * b * c / f**2, f / b, f / a, f / c)
+        return product_of(self.op, self.flops, self.operands, self.results)
+
+    @cached_property
+    def attention(self) -> Attention | None:
+        """The sizes of a fused attention, None where shapes are not known or it is another kernel."""
+        return attention_of(self.op, self.flops, self.operands)
+
+    @cached_property
+    def multiplies(self) -> str:
+        """The dtype of what is multiplied, where `dtype` is that of the result: fp32 gradients of 16 bit operands.
+
+        The traffic says it: operands are read once, and a result is written once, or added into.
+        """
+        if self.dtype != "fp32" or self.product is None:
+            return self.dtype
+        groups, m, n, k = self.product
+        passes = (2, 1) if self.phase == "backward" else (1,)
+        widths = ((self.bytes - 4 * times * groups * m * n) / (groups * k * (m + n)) for times in passes)
+        return "bf16" if any(abs(width - 2) < NEAR for width in widths) else self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +104,6 @@ class CostModel(Protocol):
 
     def exchanges(self, exchanges: Sequence[Exchange]) -> Floats:
         """Seconds of each exchange, from when all members are ready until the last is done."""
-
-
-def elements_of(shape: Sequence[float]) -> float:
-    """Elements of a tensor."""
-    return math.prod(shape)
 
 
 def _shapes(text: str) -> tuple[tuple[float, ...], ...]:

@@ -1,13 +1,13 @@
 """Megatron-LM's functional tests of GPT: the memory that the last rank had allocated at most.
 
 Source: github:NVIDIA/Megatron-LM, tests/functional_tests/test_cases; what columns do not say is in the tests' own
-`model_config.yaml` and in tests/test_utils/recipes: one node of 8 GPUs, or of GB200 two of 4 (one where the case ends in
-`_1node`); the vocabulary of GPT-2; dropout of attention and hidden states; gradients of weights not accumulated by their
-products (`--no-gradient-accumulation-fusion`). Memory is written down by the last rank, which is of the last stage.
-On A100 PyTorch gives products 8.125 MiB of workspace, deterministic tests 32 (`CUBLAS_WORKSPACE_CONFIG`), Transformer
-Engine 4; later GPUs have 32 MiB of each. Where the image `dev` leaves the backend of attention to Transformer Engine, it
-is a fused one; the images `lts` have had both. Rotary positions and missing biases change too little to tell them apart
-here (0.1 %).
+`model_config.yaml` and in tests/test_utils/recipes: one node of 8 GPUs, or of GB200 two of 4 (one where the case ends
+in `_1node`); the vocabulary of GPT-2; dropout of attention and hidden states; gradients of weights not accumulated by
+their products (`--no-gradient-accumulation-fusion`). Memory is written down by the last rank, which is of the last
+stage. On A100 PyTorch gives products 8.125 MiB of workspace, in deterministic tests 32 (`CUBLAS_WORKSPACE_CONFIG`), and
+Transformer Engine 4; later GPUs have 32 MiB of each. Where the image `dev` leaves the backend of attention to
+Transformer Engine, it is a fused one; the images `lts` have had both. Rotary positions and missing biases change too
+little to tell them apart here (0.1 %).
 """
 
 from stage.catalog import default_strategy
@@ -29,6 +29,7 @@ OTHER_MODELS = (
     "hybrid-layer-pattern",
     "hybrid-override-pattern",
 )
+IMPLEMENTATIONS = ("transformer_engine", "local")
 OTHER_PROGRAMS = ("fp8-format", "use-megatron-fsdp", "pipeline-model-parallel-layout")
 UNTOLD = {
     "release": "a number of GPUs that is in no column",
@@ -39,34 +40,38 @@ UNTOLD = {
     "uneven_pipeline": "a change of the program that is in no column",
     "account_for_embedding": "a change of the program that is in no column",
     "multi_dist_optimizer_instances": "a change of the program that is in no column",
-    "frozen_resume": "a checkpoint of another version, loaded into memory",
 }
 """Parts of a case's name, and why rows of it are not predicted."""
 
 
 def left_out(row: Row) -> str | None:
     """Why a row is not predicted; None where it is."""
-    if text(row, "group") != "gpt" or any(text(row, column) for column in OTHER_MODELS):
-        return "a model outside the zoo"
-    if not text(row, "mem_max_allocated_bytes") or not text(row, "global-batch-size"):
-        return "nothing was measured"
-    for part, why in UNTOLD.items():
-        if part in text(row, "case"):
-            return why
-    if text(row, "transformer-impl") != "transformer_engine" or text(row, "bf16") != "True":
-        return "kernels other than Transformer Engine's in bf16"
-    if text(row, "hardware").startswith("lts") and text(row, "attention-backend", "auto") == "auto":
-        return "a backend of attention that is in no column"
-    if any(text(row, column) for column in OTHER_PROGRAMS):
-        return "FP8, Megatron-FSDP or a pipeline layout"
-    return None
+    rules = (
+        (text(row, "group") != "gpt" or _says(row, *OTHER_MODELS), "a model outside the zoo"),
+        *((part in text(row, "case"), why) for part, why in UNTOLD.items()),
+        (not _says(row, "mem_max_allocated_bytes"), "nothing was measured"),
+        (not _says(row, "global-batch-size"), "a batch that is in no column"),
+        (
+            text(row, "transformer-impl") not in IMPLEMENTATIONS or text(row, "bf16") != "True",
+            "an implementation that is in no column, or not in bf16",
+        ),
+        (
+            text(row, "hardware").startswith("lts") and _backend(row) == "auto",
+            "a backend of attention that is in no column",
+        ),
+        (_says(row, *OTHER_PROGRAMS), "FP8, Megatron-FSDP or a pipeline layout"),
+    )
+    return next((why for applies, why in rules if applies), None)
+
+
+def _says(row: Row, *columns: str) -> bool:
+    """Whether any of these cells is filled."""
+    return any(text(row, column) for column in columns)
 
 
 def row_request(row: Row) -> Request:
     """The job of a row."""
-    layers, heads, d_model = (
-        number(row, f"{n}") for n in ("num-layers", "num-attention-heads", "hidden-size")
-    )
+    layers, heads, d_model = (number(row, n) for n in ("num-layers", "num-attention-heads", "hidden-size"))
     tp, pp, cp = (number(row, f"{n}-parallel-size", 1) for n in ("tensor-model", "pipeline-model", "context"))
     chunk = number(row, "num-layers-per-virtual-pipeline-stage", 0)
     chunks = layers // pp // chunk if chunk and pp > 1 else 1
@@ -95,7 +100,7 @@ def row_request(row: Row) -> Request:
         seq=number(row, "seq-length"),
         vocab_multiple=number(row, "make-vocab-size-divisible-by", 128),
         dropout=True,
-        attention="unfused" if text(row, "attention-backend") == "unfused" else "fused",
+        attention="unfused" if _backend(row) == "unfused" else "fused",
         zero=1 if text(row, "use-distributed-optimizer") else 0,
         recompute=recompute,
         context="ring" if cp > 1 else None,
@@ -120,6 +125,12 @@ def predict_memory(row: Row) -> int:
 def measured_memory(row: Row) -> int:
     """The same as it was measured."""
     return number(row, "mem_max_allocated_bytes")
+
+
+def _backend(row: Row) -> str:
+    """The backend of attention; Megatron-LM's own (`local`) is unfused."""
+    own = text(row, "transformer-impl") == "local"
+    return "unfused" if own else text(row, "attention-backend", "auto")
 
 
 def _strategy(*, sequence_parallel: bool) -> Strategy:

@@ -56,7 +56,7 @@ class MemoryAccuracy:
 
 
 def memory_accuracy(name: str, rows: Iterable[Row]) -> MemoryAccuracy:
-    """The rows of a set, predicted; a row that can not be run is left out with what is said of it."""
+    """The rows of a set, predicted; a row that is no job is left out with what is said of it."""
     if name not in MEMORY_SETS:
         raise StageError(f"set '{name}' has no memory; choose one of {', '.join(MEMORY_SETS)}")
     found: list[Compared] = []
@@ -64,8 +64,11 @@ def memory_accuracy(name: str, rows: Iterable[Row]) -> MemoryAccuracy:
     model = MEMORY_SETS[name]
     for row in rows:
         why = model.left_out(row)
-        if why is None:
-            found.append(Compared(row["case"], model.predict_memory(row), model.measured_memory(row)))
-        else:
+        try:
+            if why is None:
+                found.append(Compared(row["case"], model.predict_memory(row), model.measured_memory(row)))
+        except StageError as err:
+            why = f"no job of this tool: {err}"
+        if why is not None:
             without[why] += 1
     return MemoryAccuracy(tuple(found), dict(without))

@@ -34,7 +34,7 @@ def number(row: Row, column: str, default: int | None = None) -> int:
 def read_rows(file: str | Path) -> list[Row]:
     """The rows of a CSV file."""
     try:
-        with open(file, newline="", encoding="utf-8") as lines:
+        with Path(file).open(newline="", encoding="utf-8") as lines:
             return list(csv.DictReader(lines))
     except OSError as err:
         raise StageError(f"{file}: {err.strerror}; give a CSV file that can be read") from err
