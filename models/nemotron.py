@@ -22,8 +22,8 @@ VARIANTS: dict[str, dict[str, SizeValue]] = {
 ALIASES: dict[str, str] = {}
 
 PARAMETERS = {
-    "nemotron4-15b": 15_628_910_592,
-    "nemotron4-340b": 341_029_158_912,
+    "nemotron4-15b": 15_628_775_424,
+    "nemotron4-340b": 341_029_195_776,
 }
 """L (d^2 (2 + 2 g / a) + 8 d^2 + 4 d) + 2 V d + 2 d for L layers of size d, a heads in g groups, V tokens."""
 
