@@ -28,6 +28,7 @@ from stage.trace.buckets import Bucket, plan_buckets
 from stage.trace.capacity import check_capacity, check_tags
 from stage.trace.concrete import Concrete
 from stage.trace.image import NameStyle
+from stage.trace.job import Job
 from stage.trace.kind import BlockKind
 from stage.trace.parameters import Parameter, Sharding
 from stage.trace.partition import STAGES, Partition
@@ -35,7 +36,7 @@ from stage.trace.plan import StagePlan, StepPlan, UnitPlan
 from stage.trace.queries import query_atoms
 from stage.trace.routing import Routing, make_routing
 from stage.trace.stage_program import stage_program
-from stage.traceset import Job, TraceSet
+from stage.traceset import TraceSet
 
 __all__ = ["differentiated_block", "job", "sharded_block", "symbol_values", "synthesize"]
 

@@ -8,12 +8,13 @@ import pytest
 
 from stage.synthesis import job as make_job
 from stage.trace.image import COLLECTIVE_TYPES, NameStyle
+from stage.trace.job import Job
 from stage.trace.node import Attribute, NodeType, TraceNode
 from stage.trace.peer import Peer
 from stage.trace.program import COLUMNS, PIPELINE_PHASES, PORTS, Program
 from stage.trace.template import EARLIER, Ref, Template, TemplateNode
 from stage.trace.wire import encode_metadata, encode_node, frame, read_trace
-from stage.traceset import Job, TraceSet
+from stage.traceset import TraceSet
 from tests.small import name_of, request
 
 JOBS: list[tuple[str, str, dict[str, Any]]] = [

@@ -17,10 +17,11 @@ from stage.expert_load import token_capacity, token_counts
 from stage.request import Request
 from stage.symbols import evaluate
 from stage.synthesis import job
+from stage.trace.job import Job
 from stage.trace.node import CommType, NodeType, TraceNode
 from stage.trace.verify import verify
 from stage.trace.verify_classes import verify_classes
-from stage.traceset import Job, TraceSet
+from stage.traceset import TraceSet
 from tests.small import name_of, request
 from tests.test_conservation import MATMULS, copies, forms
 from tests.test_verify import Bench, found

@@ -18,6 +18,7 @@ import stage.symbols
 import stage.synthesis
 import stage.trace.concrete
 import stage.trace.expand
+import stage.trace.job
 import stage.trace.kind
 import stage.trace.stage_program
 from stage.synthesis import synthesize
@@ -35,7 +36,7 @@ COUNTED = {
     "templates encoded": (stage.trace.expand, "encode_template"),
     "stages assembled": (stage.synthesis, "stage_program"),
     "actions recorded": (stage.trace.stage_program, "record_action"),
-    "classes expanded": (stage.traceset, "expand"),
+    "classes expanded": (stage.trace.job, "expand"),
 }
 
 

@@ -48,6 +48,7 @@ LEVELS = (
     ("block_graphs",),
     ("synthesis",),
     ("memory",),
+    ("estimate",),
     ("published",),
     ("summary",),
     ("cli",),

@@ -6,9 +6,10 @@ import pytest
 
 from stage.request import resolve_request
 from stage.synthesis import job, synthesize
+from stage.trace.job import Job
 from stage.trace.limits import GROUP_OVERFLOW, TAG_LIMIT, exceeded, needed
 from stage.trace.program import COLUMNS, Program
-from stage.traceset import Job, TraceSet
+from stage.traceset import TraceSet
 
 SIZES = {"layers": 4, "d_model": 64, "d_ff": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
 

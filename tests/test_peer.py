@@ -13,6 +13,7 @@ from stage.mesh import Mesh, build_mesh
 from stage.trace.classes import RankClasses
 from stage.trace.expand import ClassImage
 from stage.trace.image import NameStyle
+from stage.trace.job import Job
 from stage.trace.peer import OWN, Peer, peer_positions
 from stage.trace.program import Assembly, Program
 from stage.trace.report import Report
@@ -21,7 +22,7 @@ from stage.trace.streams import chain
 from stage.trace.template import Ref, Template, TemplateNode
 from stage.trace.verify import verify
 from stage.trace.verify_classes import verify_classes
-from stage.traceset import Job, TraceSet
+from stage.traceset import TraceSet
 
 MESHES = (
     build_mesh(pp=3, dp=2, cp=4, tp=2),

@@ -15,6 +15,7 @@ from stage.mesh import Mesh, build_mesh
 from stage.trace.classes import RankClasses
 from stage.trace.groups import PIPELINE_ENDS
 from stage.trace.image import NameStyle
+from stage.trace.job import Job
 from stage.trace.partition import Partition
 from stage.trace.peer import Peer
 from stage.trace.program import Assembly, Program
@@ -22,7 +23,7 @@ from stage.trace.streams import chain
 from stage.trace.template import Ref, Template, TemplateNode
 from stage.trace.verify import verify
 from stage.trace.verify_classes import verify_classes
-from stage.traceset import Job, TraceSet
+from stage.traceset import TraceSet
 from stage.verification import verify_set
 
 MESH = build_mesh(pp=2, dp=2, cp=3, tp=2)

@@ -14,8 +14,8 @@ from stage.cost.tracks import job_tracks, program_nodes
 from stage.errors import TraceError
 from stage.pipeline.bubble import run_schedule
 from stage.request import resolve_request
+from stage.trace.job import Job
 from stage.trace.template import Template
-from stage.traceset import Job
 
 SMALL = {"d_model": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "d_ff": 48, "vocab": 64}
 

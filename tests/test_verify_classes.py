@@ -21,6 +21,7 @@ from stage.trace.decode import read_messages
 from stage.trace.expand import ClassImage
 from stage.trace.groups import GroupTable
 from stage.trace.image import Ints
+from stage.trace.job import Job
 from stage.trace.node import NodeType
 from stage.trace.partition import Partition
 from stage.trace.peer import OWN, Peer
@@ -29,7 +30,7 @@ from stage.trace.spans import communication_spans
 from stage.trace.template import TemplateNode
 from stage.trace.verify import verify
 from stage.trace.verify_classes import verify_classes
-from stage.traceset import Job, TraceSet
+from stage.traceset import TraceSet
 from stage.verification import verify_set
 
 TINY = {"layers": 4, "d_model": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}

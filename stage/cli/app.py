@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import stage
-from stage.cli import catalog, export, show, synth, unpack, verify
+from stage.cli import catalog, estimate, export, show, synth, unpack, verify
 
 __all__ = ["app"]
 
@@ -32,6 +32,7 @@ def stage_command(
 
 
 app.command("synth", help=synth.HELP)(synth.synth)
+app.command("estimate", help=estimate.HELP)(estimate.estimate)
 app.command("unpack", help=unpack.HELP)(unpack.unpack)
 app.command("verify", help=verify.HELP)(verify.verify)
 app.command("show", help=show.HELP)(show.show)

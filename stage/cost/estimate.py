@@ -20,8 +20,8 @@ from stage.cost.pricing import Prices
 from stage.cost.timeline import run_tracks
 from stage.cost.tracks import job_tracks, program_nodes
 from stage.errors import StageError
+from stage.trace.job import Job
 from stage.trace.program import Program
-from stage.traceset import Job
 
 __all__ = ["Estimate", "estimate_job"]
 
@@ -57,7 +57,8 @@ def estimate_job(job: Job, prices: Prices, peak: float, steps: int = 1) -> Estim
 
     Of several `steps` all are run, and a step is their mean.
     """
-    spans = run_tracks(job_tracks(job, prices.seconds))
+    host = None if prices.launches is None else prices.host
+    spans = run_tracks(job_tracks(job, prices.seconds, host))
     whole = max(float(span.end.max()) for span in spans)
     if not whole > 0:
         raise StageError("no work of the job takes any time: check the cost model")

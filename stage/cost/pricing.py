@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stage.cost.work import CostModel, Exchange, Kernel
+from stage.cost.work import CostModel, Exchange, HostModel, Kernel
+from stage.trace.job import Job
 from stage.trace.peer import Peer
 from stage.trace.template import Template, TemplateNode
-from stage.traceset import Job
 
 __all__ = ["Prices", "Spread", "kernel_of", "price_job"]
 
@@ -26,6 +26,7 @@ class Prices:
     spread: Spread
     kernels: Mapping[Kernel, float]
     exchanges: Mapping[Exchange, float]
+    launches: Mapping[Kernel, float] | None = None
     _known: dict[Hashable, Floats] = field(default_factory=dict)
 
     def seconds(self, template: Template, number: int) -> Floats:
@@ -34,6 +35,11 @@ class Prices:
         if key not in self._known:
             self._known[key] = np.array([self._of(node, number) for node in template.nodes])
         return self._known[key]
+
+    def host(self, template: Template, _number: int) -> Floats:
+        """How long the host takes to issue each node; communication is issued in no time of its own."""
+        launches = self.launches or {}
+        return np.array([launches[kernel_of(node)] if node.is_compute else 0.0 for node in template.nodes])
 
     def _of(self, node: TemplateNode, number: int) -> float:
         if node.is_compute:
@@ -65,4 +71,7 @@ def price_job(job: Job, model: CostModel, spread: Spread) -> Prices:
                 exchanges[_exchange_of(node, number, spread)] = 0.0
     kernels = dict(zip(kernels, model.kernels(list(kernels)).tolist(), strict=True))
     exchanges = dict(zip(exchanges, model.exchanges(list(exchanges)).tolist(), strict=True))
-    return Prices(spread, kernels, exchanges)
+    launches = None
+    if isinstance(model, HostModel):
+        launches = dict(zip(kernels, model.host_seconds(list(kernels)).tolist(), strict=True))
+    return Prices(spread, kernels, exchanges, launches)

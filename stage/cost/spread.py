@@ -14,9 +14,9 @@ from stage.cost.system import System
 from stage.errors import StageError
 from stage.mesh import Mesh
 from stage.trace.groups import PIPELINE_ENDS
+from stage.trace.job import Job
 from stage.trace.partition import Partition
 from stage.trace.peer import Peer, peer_positions
-from stage.traceset import Job
 
 __all__ = ["group_members", "group_spread", "job_spread", "members_spread", "unit_sizes"]
 

@@ -27,7 +27,8 @@ Ints = NDArray[np.int64]
 class Track:
     """The nodes of a device in an order in which each stands behind all it depends on.
 
-    `seconds[n]` says how long each takes. `after[n, k]` are the places of what a node depends on, -1 for none.
+    `seconds[n]` says how long each takes. `after[n, k]` are the places of what a node depends on, -1 for none. No node
+    starts before its `issued[n]`, when the host hands it to the device; without, the host is always ahead.
     `sends` and `receives` give the message of each, by their places; a message has one send and one receive. `meets`
     gives the meeting of a collective that devices of several tracks take part in, and how many tracks these are.
     """
@@ -37,6 +38,7 @@ class Track:
     sends: Mapping[int, Hashable] = field(default_factory=dict)
     receives: Mapping[int, Hashable] = field(default_factory=dict)
     meets: Mapping[int, tuple[Hashable, int]] = field(default_factory=dict)
+    issued: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,18 @@ class _Device:
     def __init__(self, track: Track) -> None:
         self.seconds = track.seconds.tolist()
         self.after = track.after.tolist()
+        self.issued = [0.0] * len(self.seconds) if track.issued is None else track.issued.tolist()
         self.remote = {**track.receives, **{n: key for n, (key, _) in track.meets.items()}}
         self.sends, self.meets, self.receives = track.sends, track.meets, track.receives
         self.special = {*track.sends, *self.remote}
         self.ends: list[float | None] = [*[None] * len(self.seconds), 0.0]
         self.starts = [0.0] * len(self.seconds)
         self.next = 0
+
+    def ready(self, at: int) -> float:
+        """When a node could start for all that its own device knows; what it depends on has run."""
+        ready: float = max(self.issued[at], *[self.ends[k] for k in self.after[at]])
+        return ready
 
 
 class _Clock:
@@ -86,13 +94,13 @@ class _Clock:
         """Run the nodes of a device until one waits for another device; whether any has run."""
         device, first = self.devices[number], self.devices[number].next
         ends, after, seconds, starts = device.ends, device.after, device.seconds, device.starts
-        special, at, count = device.special, device.next, len(device.seconds)
+        special, issued, at, count = device.special, device.issued, device.next, len(device.seconds)
         while at < count:
             if at in special or ends[at] is not None:
                 if ends[at] is None and not self._run_special(number, at):
                     break
             else:
-                ready = max([ends[k] for k in after[at]])
+                ready = max(issued[at], *[ends[k] for k in after[at]])
                 starts[at], ends[at] = ready, ready + seconds[at]
             at += 1
         device.next = at
@@ -101,8 +109,7 @@ class _Clock:
     def _run_special(self, number: int, at: int) -> bool:
         """Run a node that has to do with other devices, if it can; what it depends on has run."""
         device = self.devices[number]
-        ready = max([device.ends[k] for k in device.after[at]])
-        assert ready is not None
+        ready = device.ready(at)
         start: float | None = ready
         if at in device.receives:
             arrival = self.arrived.get(device.receives[at])
@@ -128,8 +135,7 @@ class _Clock:
             if at in device.special:
                 moved = self._run_special(number, at) or moved
                 continue
-            ready = max([device.ends[k] for k in device.after[at]])
-            assert ready is not None
+            ready = device.ready(at)
             device.starts[at], device.ends[at], moved = ready, ready + device.seconds[at], True
         return moved
 

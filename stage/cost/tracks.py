@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from stage.cost.timeline import Track
 from stage.trace.groups import PIPELINE_ENDS
+from stage.trace.job import Job
 from stage.trace.partition import STAGES, Partition
 from stage.trace.peer import Peer, peer_positions
 from stage.trace.program import COLUMNS, PORTS, Program
 from stage.trace.template import EARLIER, Template
-from stage.traceset import Job
 
 __all__ = ["Nodes", "job_tracks", "program_nodes"]
 
@@ -70,8 +70,16 @@ def _ids(template: Template, rows: Ints, kind: str, target: int | str) -> Ints:
     return found
 
 
-def job_tracks(job: Job, seconds: Callable[[Template, int], Floats]) -> list[Track]:
-    """A track for each class of ranks; `seconds(template, class)` is how long each node of a template takes there."""
+Times = Callable[[Template, int], Floats]
+"""Seconds of each node of a template on the ranks of a class."""
+
+
+def job_tracks(job: Job, seconds: Times, host: Times | None = None) -> list[Track]:
+    """A track for each class of ranks, whose nodes take these seconds.
+
+    `host` is how long the host takes to issue each node. It issues them in the order of the program, waits for none,
+    and is not waited for without.
+    """
     classes = Partition.of(job.mesh, job.variants)
     found = []
     for number, program in enumerate(job.programs):
@@ -79,8 +87,12 @@ def job_tracks(job: Job, seconds: Callable[[Template, int], Floats]) -> list[Tra
         own: Floats = nodes.expand([seconds(template, number) for template in program.templates]).astype(
             float
         )
-        sends, receives, meets = _Links(classes, number, program).of(nodes)
-        found.append(Track(own, nodes.after, sends, receives, meets))
+        issued = None
+        if host is not None:
+            issued = np.cumsum(
+                nodes.expand([host(template, number) for template in program.templates]).astype(float)
+            )
+        found.append(Track(own, nodes.after, *_Links(classes, number, program).of(nodes), issued))
     return found
 
 

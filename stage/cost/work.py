@@ -8,14 +8,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stage.cost.shapes import Attention, Product, attention_of, product_of
 
-__all__ = ["CostModel", "Exchange", "Kernel"]
+__all__ = ["CostModel", "Exchange", "HostModel", "Kernel"]
 
 Floats = NDArray[np.float64]
 
@@ -108,3 +108,11 @@ class CostModel(Protocol):
 
 def _shapes(text: str) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(float(size) for size in part.split("x")) for part in text.split(",")) if text else ()
+
+
+@runtime_checkable
+class HostModel(Protocol):
+    """What a cost model may say besides: how long the host takes to issue a kernel."""
+
+    def host_seconds(self, kernels: Sequence[Kernel]) -> Floats:
+        """Seconds of the host for each kernel."""
