@@ -3,9 +3,9 @@
 Source: github:MooreThreads/SimuMax, docs/b200/b200_release_v1.2_summary.json; what columns do not say is in its
 docs/b200/b200_real_repro_guide.md and simu_tools/megatron_scripts: micro-batches of one sequence, of 4096 tokens where
 the case names no other length; the distributed optimizer with gradients in fp32; no recomputation and no dropout; cross
-entropy of Transformer Engine (`cef`); nothing of communication runs beside computing (section 3.3); sequence parallelism; context parallelism by all-to-all (`cp_comm_type=a2a`); of
-DeepSeek models one dense layer, and a capacity factor of 1 with padding, which balances the experts. Its 405B has 16 KV
-heads, not the 8 of the published model.
+entropy of Transformer Engine (`cef`); no communication beside computing (section 3.3); sequence parallelism; context
+parallelism by all-to-all (`cp_comm_type=a2a`); of DeepSeek models one dense layer, and a capacity factor of 1 with
+padding. Its 405B has 16 KV heads, not the 8 of the published model.
 """
 
 import re
@@ -96,6 +96,8 @@ def row_request(row: Row) -> Request:
         vpp=chunks if chunks > 1 else None,
         schedule="interleaved" if chunks > 1 else None,
         context="ulysses" if cp > 1 else None,
+        capacity_factor=1.0 if name == "deepseek-v3" else None,
+        pad_to_capacity=True if name == "deepseek-v3" else None,
     )
 
 

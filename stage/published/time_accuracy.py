@@ -148,24 +148,46 @@ def predict_seconds(request: Request, system: System, cost: CostModel) -> float:
     """Seconds of a step of a job on a system, whose work this model prices."""
     one = job(request)
     prices = price_job(one, cost, job_spread(system, one))
-    return estimate_job(one, prices, max(system.matrix_flops.values()), request.steps).step_seconds
+    return estimate_job(one, prices, system.peak(request.dtype), request.steps).step_seconds
 
 
 def time_accuracy(name: str, rows: Iterable[Row], make: MakeCost) -> TimeAccuracy:
-    """The rows of a set, predicted by the cost models that `make` makes."""
-    told = time_set(name).rows
-    costs: dict[tuple[str, str], tuple[System, CostModel]] = {}
+    """The rows of a set, predicted by the cost models that `make` makes.
+
+    A row that is no job of this tool is left out with what is said of it.
+    """
+    told, costs = time_set(name).rows, _Costs(make)
     found: list[ComparedTime] = []
     without: Counter[str] = Counter()
     for row in (case for row in rows for case in told.cases(row)):
         why = told.left_out(row)
+        try:
+            if why is None:
+                found.append(_compared(told, row, costs))
+        except StageError as err:
+            why = f"no job of this tool: {err}"
         if why is not None:
             without[why] += 1
-            continue
-        key = told.row_system(row), told.row_issue(row)
-        if key not in costs:
-            system = load_system(key[0])
-            costs[key] = system, make(system, key[1])
-        seconds = predict_seconds(told.row_request(row), *costs[key])
-        found.append(ComparedTime(row["case"], told.group(row), seconds, told.measured_seconds(row)))
     return TimeAccuracy(tuple(found), dict(without))
+
+
+class _Costs:
+    """The cost models of the systems and hosts of a set, each made once."""
+
+    def __init__(self, make: MakeCost) -> None:
+        self.make = make
+        self.made: dict[tuple[str, str], tuple[System, CostModel]] = {}
+
+    def of(self, system: str, issue: str) -> tuple[System, CostModel]:
+        key = system, issue
+        if key not in self.made:
+            described = load_system(system)
+            self.made[key] = described, self.make(described, issue)
+        return self.made[key]
+
+
+def _compared(told: PublishedTimes, row: Row, costs: _Costs) -> ComparedTime:
+    """A row's prediction beside what was measured."""
+    measured, request = told.measured_seconds(row), told.row_request(row)
+    predicted = predict_seconds(request, *costs.of(told.row_system(row), told.row_issue(row)))
+    return ComparedTime(row["case"], told.group(row), predicted, measured)
