@@ -7,6 +7,7 @@ written down, but follow from the numbers of elements of its operands and of its
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -107,7 +108,9 @@ class CostModel(Protocol):
 
 
 def _shapes(text: str) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(float(size) for size in part.split("x")) for part in text.split(",")) if text else ()
+    """Shapes as a trace writes them, whose sizes are fractions under a share of tokens that is none: `6144/5x4096`."""
+    parts = text.split(",") if text else []
+    return tuple(tuple(float(Fraction(size)) for size in part.split("x")) for part in parts)
 
 
 @runtime_checkable
