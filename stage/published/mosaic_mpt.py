@@ -7,8 +7,8 @@ submit_benchmarks.py there, in scripts/train/yamls/pretrain/mpt-*.yaml and in Co
   128 (64 up to 350m), so 760m has 12 heads and 3b 20; causal attention is one kernel (`attn_impl` triton); no dropout;
 * activation checkpointing is of whole layers;
 * parameters are in fp32 shards and gathered in bf16, block by block; `FULL_SHARD` gathers them again for backward,
-  `SHARD_GRAD_OP` keeps them; every micro-batch is reduced (`ddp_sync_context` leaves FSDP alone), in fp32 where `MP Mode`
-  is DEFAULT, in bf16 where it is PURE;
+  `SHARD_GRAD_OP` keeps them; every micro-batch is reduced (`ddp_sync_context` leaves FSDP alone), in fp32 where
+  `MP Mode` is DEFAULT, in bf16 where it is PURE;
 * in amp_fp8 products of linear layers are Transformer Engine's, with its default of delayed scaling.
 
 A batch that its micro-batches do not divide is left out, as is none of this table.

@@ -28,7 +28,7 @@ def fully_sharded(**options: object) -> Strategy:
 
 
 def evened_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage where embedding and loss count as one each, as in NeMo's `account_for_..._in_pipeline_split`.
+    """Layers of each stage where embedding and loss count as one each (NeMo's `account_for_..._in_pipeline_split`).
 
     >>> evened_layers(30, 16)
     (1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1)

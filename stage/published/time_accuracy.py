@@ -159,7 +159,7 @@ def time_accuracy(name: str, rows: Iterable[Row], make: MakeCost) -> TimeAccurac
     told, costs = time_set(name).rows, _Costs(make)
     found: list[ComparedTime] = []
     without: Counter[str] = Counter()
-    for row in (case for row in rows for case in told.cases(row)):
+    for row in (case for one in rows for case in told.cases(one)):
         why = told.left_out(row)
         try:
             if why is None:

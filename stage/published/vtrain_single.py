@@ -1,4 +1,4 @@
-"""Iteration times of Megatron-DeepSpeed on one node of A100: small GPT models over all tp, dp and pp of up to 8 devices.
+"""Iteration times of Megatron-DeepSpeed on one node of A100: small GPT models over tp, dp and pp of up to 8 devices.
 
 Source: github:VIA-Research/vTrain at f8dda847, data/ground_truth_single.csv (MIT-style licence), and what its README,
 config/validation/single and src/model say of all of them: `use_checkpoint`, which is full recomputation of each layer;
