@@ -11,8 +11,8 @@ pretrain_*.py and cfg, and in the NeMo commits that they check out (d2b21556 and
 * Llama 3.1 405B counts embedding and loss as layers of the pipeline, proxies with fewer layers too;
 * Nemotron-4 340B has 12 virtual stages in v25.04 as well, whose table says NA: its launch.sh passes VP=12;
 * Grok-1 is Megatron-Core's MoE with 8 gated experts, 2 a token, and the vocabulary of Llama 3; each expert takes
-  exactly its balanced share (capacity factor 1, padded). In v25.04 experts are sharded over etp = tp, which is Megatron-Core's
-  default where nothing is set, and dp follows from the number of GPUs, not from the column;
+  exactly its balanced share (capacity factor 1, padded). In v25.04 experts are sharded over etp = tp, which is
+  Megatron-Core's default where nothing is set, and dp follows from the number of GPUs, not from the column;
 * DeepSeek-V3 has one MTP module (`use_mtp`), the same capacity, 64 layers' worth of places shared out over the pipeline
   of which the first stage lacks one and the last two, and recomputes `mla_up_proj` on H100, `core_attn` on GB200;
 * CUDA graphs run Nemotron-4 and Grok-1 on GB200; MaxText is compiled by XLA; all other hosts launch kernels one by one;
