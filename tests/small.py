@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, int]] = {
     "gpt3-125m": DENSE | {"kv_heads": 4, "positions": 16},
     "llama3-8b": DENSE,
     "mistral-7b": DENSE,
+    "nemotron4-15b": DENSE,
     "qwen2-7b": DENSE,
     "qwen3-8b": DENSE,
     "mixtral-8x7b": SPARSE,

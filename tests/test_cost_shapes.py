@@ -1,6 +1,7 @@
 """Sizes of products and attention of real jobs, by hand from the sizes of the models."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -115,6 +116,21 @@ def test_gradients_of_weights_multiply_16_bits(model: str) -> None:
     assert gradients
     assert {kernel.dtype for kernel in gradients} == {"fp32"}
     assert {kernel.multiplies for kernel in gradients} == {"bf16"}
+
+
+def test_attention_whose_gradients_travel_in_fp32_multiplies_16_bits() -> None:
+    """Around a ring of two, gradients of 8 KV heads of 128 are fp32, all else that a rank touches is bf16."""
+    options: dict[str, Any] = {"cp": 2, "context": "ring", "batch": 1, "seq": 4096, "sizes": {"layers": 1}}
+    for dtype, multiplied in (("bf16", "bf16"), ("fp32", "fp32")):
+        made = job(resolve_request("llama3-8b", dtype=dtype, **options))
+        nodes = [node for template in made.programs[0].templates for node in template.nodes]
+        kernels = [kernel_of(node) for node in nodes if node.op == "attention_backward"]
+        assert "fp32" in {kernel.dtype for kernel in kernels}
+        assert {kernel.multiplies for kernel in kernels} == {multiplied}
+
+
+def test_shapes_may_be_fractions() -> None:
+    assert Kernel("permute_tokens", "bf16", 0, 0, "6144/5x2->3").operands == ((1228.8, 2.0),)
 
 
 def test_product_in_fp32_stays_one() -> None:

@@ -117,6 +117,8 @@ def test_the_engine_names_no_model_and_no_strategy() -> None:
     stems = {path.stem for path in (*MODELS, *STRATEGIES)}
     known = stems | {f"{stem}{end}" for stem in stems for end in (".py", ".toml")}
     for path in ENGINE:
+        if part(path) == "published":
+            continue  # tables of published runs have names of their own for models
         for node in ast.walk(ast.parse(path.read_text())):
             text = node.value if isinstance(node, ast.Constant) else None
             assert text not in known, f"{path}: names {text!r}; content is found by the catalog"

@@ -66,6 +66,8 @@ def test_top_level_of_the_wheel_is_the_package_alone(wheel: Path) -> None:
         for path in (ROOT / kind).iterdir():
             if path.is_file():
                 assert f"stage/_content/{kind}/{path.name}" in names
+    for path in (*(ROOT / "stage/cost/systems").iterdir(), *(ROOT / "stage/published/data").iterdir()):
+        assert path.relative_to(ROOT).as_posix() in names
     assert "stage/py.typed" in names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stage.errors import StageError
 
-__all__ = ["Row", "number", "read_rows", "text"]
+__all__ = ["Row", "decimal", "number", "published_rows", "read_rows", "text"]
 
 Row = Mapping[str, str]
 
@@ -29,6 +29,23 @@ def number(row: Row, column: str, default: int | None = None) -> int:
         raise StageError(
             f"column '{column}' is {found!r}, where a number is needed; correct the row"
         ) from None
+
+
+def decimal(row: Row, column: str) -> float:
+    """A cell as a number above 0; a `StageError` where it is none."""
+    found = text(row, column)
+    try:
+        value = float(found)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise StageError(f"column '{column}' is {found!r}, where a number above 0 is needed; correct the row")
+    return value
+
+
+def published_rows(name: str) -> list[Row]:
+    """The rows of a set that are shipped; the set's module names their source."""
+    return read_rows(Path(__file__).parent / "data" / f"{name}.csv")
 
 
 def read_rows(file: str | Path) -> list[Row]:
