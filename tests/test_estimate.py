@@ -130,3 +130,30 @@ def test_what_can_not_be_estimated_is_one_line(options: dict[str, Any], text: st
     with pytest.raises(StageError, match=text) as caught:
         estimate("llama3-8b", **{**JOB, **options})
     assert "\n" not in str(caught.value)
+
+
+def test_published_rows_are_predicted(capsys: Capture) -> None:
+    assert main(["bench-accuracy", "--set", "simumax_b200_real_vs_perf", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["sets"]
+    assert len(found["rows"]) == 30
+    for row in found["rows"]:
+        assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
+    (group,) = found["groups"]
+    errors = sorted(abs(row["error"]) for row in found["rows"])
+    assert group["mean"] == pytest.approx(sum(errors) / 30)
+    assert group["worst"] == errors[-1] < 0.4
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--set nothing", "set 'nothing' has no step times"),
+        ("--rows rows.csv", "give --set too"),
+        ("--rows nowhere.csv --set korthikanti2022_table5_e2e", "nowhere.csv"),
+    ],
+)
+def test_rows_that_can_not_be_read_are_one_line(capsys: Capture, line: str, text: str) -> None:
+    assert main(["bench-accuracy", *line.split()]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1

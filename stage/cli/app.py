@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import stage
-from stage.cli import catalog, estimate, export, show, synth, unpack, verify
+from stage.cli import accuracy, catalog, estimate, export, show, synth, unpack, verify
 
 __all__ = ["app"]
 
@@ -36,6 +36,7 @@ app.command("estimate", help=estimate.HELP)(estimate.estimate)
 app.command("unpack", help=unpack.HELP)(unpack.unpack)
 app.command("verify", help=verify.HELP)(verify.verify)
 app.command("show", help=show.HELP)(show.show)
+app.command("bench-accuracy", help=accuracy.HELP)(accuracy.bench_accuracy)
 app.command("models", help=catalog.MODELS_HELP)(catalog.models)
 app.command("strategies", help=catalog.STRATEGIES_HELP)(catalog.strategies)
 app.command("systems", help=catalog.SYSTEMS_HELP)(catalog.systems)
