@@ -17,7 +17,7 @@ A batch that its micro-batches do not divide is left out, as is none of this tab
 from collections.abc import Mapping
 
 from stage.published.row import Row, decimal, number, text
-from stage.published.software import fully_sharded
+from stage.published.software import fully_sharded, gpt_sizes
 from stage.request import Request, resolve_request
 
 __all__ = ["cases", "group", "left_out", "measured_seconds", "row_issue", "row_request", "row_system"]
@@ -72,16 +72,7 @@ def row_request(row: Row) -> Request:
     """The job of a row."""
     layers, d_model, heads = MODELS[text(row, "Model")]
     seq = number(row, "SeqLen (T)")
-    sizes = {
-        "layers": layers,
-        "d_model": d_model,
-        "d_ff": 4 * d_model,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": d_model // heads,
-        "vocab": VOCABULARY,
-        "positions": seq,
-    }
+    sizes = gpt_sizes(layers, d_model, heads, VOCABULARY, seq)
     return resolve_request(
         "gpt3-175b",
         fully_sharded(reshard_after_forward=RESHARDED[text(row, "Sharding Strategy")]),

@@ -7,7 +7,14 @@ import numpy as np
 from stage.catalog import default_strategy
 from stage.strategy import Strategy
 
-__all__ = ["data_outermost", "evened_layers", "fully_sharded", "overlap_chunks", "without_sequence_parallel"]
+__all__ = [
+    "data_outermost",
+    "evened_layers",
+    "fully_sharded",
+    "gpt_sizes",
+    "overlap_chunks",
+    "without_sequence_parallel",
+]
 
 SPLITS = 4
 """Pieces of a product beside a reduce-scatter (Transformer Engine's `num_splits`); gathers go in as many or more."""
@@ -51,3 +58,17 @@ def data_outermost(degrees: Mapping[str, int]) -> tuple[int, ...]:
 def overlap_chunks(tp: int, *, overlapped: bool = True) -> int:
     """Into how many pieces `tp_comm_overlap` splits a product beside its collective over tp."""
     return min(tp, SPLITS) if overlapped else 1
+
+
+def gpt_sizes(layers: int, d_model: int, heads: int, vocab: int, positions: int) -> dict[str, int]:
+    """Sizes of a GPT, whose MLP is four times as wide as the model and whose heads all have keys of their own."""
+    return {
+        "layers": layers,
+        "d_model": d_model,
+        "d_ff": 4 * d_model,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": d_model // heads,
+        "vocab": vocab,
+        "positions": positions,
+    }

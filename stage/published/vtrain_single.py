@@ -9,7 +9,7 @@ this is the SXM part of 80 GB.
 """
 
 from stage.published.row import Row, decimal, number
-from stage.published.software import without_sequence_parallel
+from stage.published.software import gpt_sizes, without_sequence_parallel
 from stage.request import Request, resolve_request
 
 __all__ = ["cases", "group", "left_out", "measured_seconds", "row_issue", "row_request", "row_system"]
@@ -39,16 +39,7 @@ def row_request(row: Row) -> Request:
     """The job of a row."""
     d_model, heads = number(row, "hidden size"), number(row, "attention heads")
     seq = number(row, "sequence length")
-    sizes = {
-        "layers": number(row, "# layers"),
-        "d_model": d_model,
-        "d_ff": 4 * d_model,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": d_model // heads,
-        "vocab": VOCABULARY,
-        "positions": seq,
-    }
+    sizes = gpt_sizes(number(row, "# layers"), d_model, heads, VOCABULARY, seq)
     return resolve_request(
         "gpt3-175b",
         without_sequence_parallel(),
