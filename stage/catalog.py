@@ -239,6 +239,8 @@ def _read_strategy(path: Path) -> Strategy:
 
 def _read(path: Path, error: type[StageError]) -> bytes:
     try:
+        if path.exists() and not path.is_file():
+            raise error(f"{path}: is no file; give the path of one")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as err:

@@ -6,6 +6,7 @@ recomputes the first layers of a stage instead); `ops:NAME,...`: parts of every 
 `selective`: the attention core (Korthikanti et al. 2022, section 5), which is `ops:attention`.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -125,7 +126,7 @@ def parse_recomputation(text: str) -> Recomputation:
         return Recomputation(text, head)
     if text == "selective":
         return Recomputation(text, "ops", modules=("attention",))
-    if colon and head == "every" and rest.isdecimal() and int(rest) > 0:
+    if colon and head == "every" and re.fullmatch("[1-9][0-9]{0,5}", rest):
         return Recomputation(text, "full", every=int(rest))
     if colon and head == "ops":
         return Recomputation(text, "ops", modules=_modules(text, rest.split(",")))

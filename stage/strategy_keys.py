@@ -30,6 +30,7 @@ DIMS = (
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 ALLTOALL = ("collective", "p2p")
 LARGEST_FACTOR = 1_000_000
+MOST_CHUNKS = 256
 GRAD_REDUCE = ("step", "microbatch")
 CONTEXT_BALANCES = ("zigzag", "none")
 STREAMS = ("single", "per-axis")
@@ -93,8 +94,11 @@ def _reshard(value: object, where: str) -> bool | int:
 
 
 def _recompute(value: object, where: str) -> Recomputation:
+    if isinstance(value, Recomputation):
+        return value
+    text = _text(value, where)
     try:
-        return value if isinstance(value, Recomputation) else parse_recomputation(_text(value, where))
+        return parse_recomputation(text)
     except StrategyError as err:
         raise StrategyError(f"{where.removesuffix('recompute')}{err}") from None
 
@@ -170,7 +174,7 @@ KEYS: dict[str, Callable[[object, str], object]] = {
     "grad_reduce": _choice(GRAD_REDUCE),
     "context_balance": _choice(CONTEXT_BALANCES),
     "bucket_first_stage": _flag,
-    "tp_overlap_chunks": _integer(1),
+    "tp_overlap_chunks": _integer(1, MOST_CHUNKS),
     "moe_shared_expert_overlap": _flag,
     "streams": _choice(STREAMS),
     "fuse": _flag,

@@ -34,7 +34,10 @@ MODELS: dict[str, dict[str, int]] = {
 
 STRATEGIES = ("ddp", "fsdp", "hsdp", "megatron", "megatron_sp", "megatron_moe", "tp_2d")
 
-PRESETS = ("deepseek_v3", "gpt3_175b", "llama3_405b", "torchtitan", "zero2")
+PRESETS = (
+    *("deepseek_v3", "gpt3_175b", "gpt3_1t", "gpt3_530b", "llama3_405b", "megascale_175b", "mixtral_8x7b"),
+    *("mlperf_gpt3_175b", "mlperf_llama31_405b", "torchtitan", "torchtitan_hsdp", "zero2"),
+)
 """Strategies of published jobs: their layouts are those of the strategies above."""
 
 MESHES: tuple[dict[str, int], ...] = (

@@ -242,7 +242,7 @@ def test_one_chunk_is_the_job_itself() -> None:
             "megatron_sp",
             {"tp": 2, "tp_overlap_chunks": 0},
             StrategyError,
-            "strategy megatron_sp: tp_overlap_chunks is 0; an integer of at least 1 is expected",
+            "strategy megatron_sp: tp_overlap_chunks is 0; an integer from 1 to 256 is expected",
         ),
     ],
 )

@@ -112,6 +112,8 @@ def test_layers_of_two_kinds_are_each_recomputed_or_not() -> None:
 
 REFUSALS = {
     "every:0": "recompute is 'every:0' (did you mean 'every:K'?); known: none, full, selective, every:K, ops:NAME,...",
+    "every:9999999": "recompute is 'every:9999999' (did you mean 'every:K'?); known: none, full, selective, every:K, ops:NAME,...",
+    "every:\u0663": "recompute is 'every:\u0663' (did you mean 'every:K'?); known: none, full, selective, every:K, ops:NAME,...",
     "all": "recompute is 'all'; known: none, full, selective, every:K, ops:NAME,...",
     "full:2": "recompute is 'full:2' (did you mean 'full'?); known: none, full, selective, every:K, ops:NAME,...",
     "ops:norms": f"recompute is 'ops:norms': unknown op 'norms' (did you mean 'norm'?); known: {', '.join(MODULES)}",

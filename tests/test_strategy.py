@@ -1,5 +1,6 @@
 """Strategies: strict reading, options on top, and the text of every complaint."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -139,7 +140,8 @@ def test_unknown_name_lists_the_known_ones() -> None:
         load_strategy("megatron_spp")
     assert str(caught.value) == (
         "unknown strategy 'megatron_spp' (did you mean megatron_sp or megatron or megatron_moe?); "
-        "known: ddp, deepseek_v3, fsdp, gpt3_175b, hsdp, llama3_405b, megatron, megatron_moe, megatron_sp, torchtitan, "
+        "known: ddp, deepseek_v3, fsdp, gpt3_175b, gpt3_1t, gpt3_530b, hsdp, llama3_405b, megascale_175b, megatron, "
+        "megatron_moe, megatron_sp, mixtral_8x7b, mlperf_gpt3_175b, mlperf_llama31_405b, torchtitan, torchtitan_hsdp, "
         "tp_2d, zero2; the path of a .toml file works as well"
     )
 
@@ -155,3 +157,13 @@ def test_a_file_of_the_user_is_read_by_path(tmp_path: Path) -> None:
         StrategyError, match=r"own\.toml: not a text file in UTF-8: invalid start byte at byte 0$"
     ):
         load_strategy(str(path))
+
+
+def test_a_policy_that_is_no_text_is_said_once() -> None:
+    assert complaint("recompute = ['norm']" + SHARD) == "mine.toml: recompute is ['norm']; a text is expected"
+
+
+def test_a_pipe_is_no_strategy(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "mine.toml")
+    with pytest.raises(StrategyError, match=r"is no file; give the path of one$"):
+        load_strategy(tmp_path / "mine.toml")

@@ -602,3 +602,12 @@ def test_missing_ranks_are_named_up_to_a_limit(tmp_path: Path) -> None:
     missing = [defect for defect in report.defects if defect.rule == "rank-missing"]
     assert [defect.rank for defect in missing] == [*range(1, 21), None]
     assert missing[-1].message == f"{2**40 - 21} ranks more without a file"
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_a_table_on_both_ends_of_a_longer_pipeline(pp: int) -> None:
+    """Its groups have two ranks each, however many stages stand between them."""
+    tied = synthesize("llama3.2-1b", gpus=4 * pp, tp=2, pp=pp, batch=4 * pp, seq=64, sizes={"layers": 12})
+    assert tied.classes.groups.groups(("pp_ends",)) == 4
+    assert verify_set(tied).ok
+    assert verify_set(tied, exhaustive=True).ok

@@ -159,7 +159,7 @@ VocabMultiple = Annotated[
         "--vocab-multiple",
         min=1,
         metavar="N",
-        help="Pad vocab to a multiple; by default 128 tp.",
+        help="Pad vocab to a multiple of N tp; by default N is 128.",
         rich_help_panel=STEP,
     ),
 ]

@@ -101,6 +101,8 @@ def read_placement(path: Path) -> list[int]:
     Numbers are separated by white space or commas; `#` begins a comment. Each of 0..n-1 must appear once.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise MeshError(f"--placement {path}: is no file; give the path of one")
         lines = path.read_text("utf-8").splitlines()
     except UnicodeDecodeError as err:
         raise MeshError(f"--placement {path}: not a text file in UTF-8 (byte {err.start})") from err

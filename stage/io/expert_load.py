@@ -63,6 +63,8 @@ def read_expert_load(path: Path) -> list[list[float]]:
     numbers, where empty lines and lines that start with `#` say nothing.
     """
     try:
+        if path.is_fifo() or path.is_socket():
+            raise StrategyError(f"{path}: is no file; give a .csv or .json file of expert loads")
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)
     except (OSError, ValueError) as err:

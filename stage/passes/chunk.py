@@ -93,6 +93,7 @@ class _Chunker:
         self.tensors, self.layouts = dict(graph.tensors), dict(graph.layouts)
         self.nodes: list[Node] = []
         self.pieces: dict[tuple[str, int], list[str]] = {}
+        self.numbered: dict[str, int] = {}
 
     def run(self) -> Graph:
         run: list[Node] = []
@@ -153,9 +154,8 @@ class _Chunker:
 
     def _piece(self, name: str) -> str:
         """A new tensor of a chunk's size, which lies as the whole does."""
-        i, tensor = 0, self.tensors[name]
-        while f"{name}.chunk{i}" in self.tensors:
-            i += 1
+        i, tensor = self.numbered.get(name, 0), self.tensors[name]
+        self.numbered[name] = i + 1
         attrs = {"dim": tensor.dim_names.index(TOKENS), "of": self.count}
         ((dims, _),) = get_op("chunk").infer(attrs, [tensor])
         piece = f"{name}.chunk{i}"

@@ -35,7 +35,7 @@ class FormulaMembers(Mapping[int, Mapping[int, None]]):
 
     def __getitem__(self, number: int) -> Mapping[int, None]:
         for axes, first in self.groups.first.items():
-            rows = self.groups.mesh.world // self.groups.size(axes)
+            rows = self.groups.groups(axes)
             if first <= number < first + rows:
                 return dict.fromkeys(self.groups.members(axes)[number - first].tolist())
         raise KeyError(number)
