@@ -10,13 +10,14 @@ from stage.cost.pricing import price_job
 from stage.cost.spread import job_spread
 from stage.cost.system import System
 from stage.cost.system_file import load_system
+from stage.cost.work import CostModel
 from stage.memory import JobMemory, job_memory
 from stage.model import Model
 from stage.request import Request, resolve_request
 from stage.strategy import Strategy
-from stage.synthesis import job
+from stage.synthesis import JobPlan, plan_job
 
-__all__ = ["estimate", "estimate_request"]
+__all__ = ["estimate", "estimate_request", "estimate_time"]
 
 
 def estimate(
@@ -39,10 +40,9 @@ def estimate(
 
 def estimate_request(request: Request, system: System, cost: str | Path = "roofline") -> dict[str, Any]:
     """The same of a definite job; seconds are those of one step, bytes those of the rank that holds most."""
-    made = job(request)
-    prices = price_job(made, load_cost_model(cost, system), job_spread(system, made))
-    found = estimate_job(made, prices, system.peak(request.dtype), request.steps)
-    memory = job_memory(request)
+    plan = plan_job(request)
+    found = estimate_time(plan, system, load_cost_model(cost, system))
+    memory = job_memory(plan)
     tokens = request.batch * request.seq / request.mesh.world
     return {
         "model": request.model.name,
@@ -66,6 +66,13 @@ def estimate_request(request: Request, system: System, cost: str | Path = "roofl
         "memory": _memory(memory),
         "classes": _classes(found, memory, request.steps),
     }
+
+
+def estimate_time(plan: JobPlan, system: System, model: CostModel) -> Estimate:
+    """Where the time of a step goes on a system, as this model prices its work."""
+    request, made = plan.request, plan.job()
+    prices = price_job(made, model, job_spread(system, made))
+    return estimate_job(made, prices, system.peak(request.dtype), request.steps)
 
 
 def _communication(found: Estimate) -> list[dict[str, object]]:

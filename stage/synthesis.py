@@ -120,20 +120,23 @@ class JobPlan:
             plans.append(UnitPlan(unit.block.kind, unit.layer, templates, own, kind.parameters, head))
         return plans
 
+    def job(self) -> Job:
+        """The program of each class, and what else a trace set needs."""
+        request = self.request
+        programs = tuple(stage_program(self.stage(number), self.step) for number in range(self.classes.count))
+        digits = NameStyle(
+            len(str(len(request.model.layers) - 1)),
+            len(str(request.micro_batches - 1)),
+            len(str(request.steps - 1)) if request.steps > 1 else 0,
+        )
+        placement = None if request.placement is None else np.array(request.placement, np.int64)
+        description = describe(request, self.stages)
+        return Job(request.mesh, programs, digits, description, placement, self.classes.axes)
+
 
 def job(request: Request) -> Job:
     """Everything a trace set needs, computed once for each kind of block and each stage."""
-    plan = plan_job(request)
-    model = request.model
-    programs = tuple(stage_program(plan.stage(number), plan.step) for number in range(plan.classes.count))
-    digits = NameStyle(
-        len(str(len(model.layers) - 1)),
-        len(str(request.micro_batches - 1)),
-        len(str(request.steps - 1)) if request.steps > 1 else 0,
-    )
-    placement = None if request.placement is None else np.array(request.placement, np.int64)
-    description = describe(request, plan.stages)
-    return Job(request.mesh, programs, digits, description, placement, plan.classes.axes)
+    return plan_job(request).job()
 
 
 def plan_job(request: Request) -> JobPlan:

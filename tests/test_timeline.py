@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import stage.synthesis
 from stage.cost.breakdown import break_down, total, union, without
 from stage.cost.timeline import Span, Track, run_tracks
-from stage.cost.tracks import job_tracks, program_nodes
+from stage.cost.tracks import Nodes, job_tracks, program_nodes
 from stage.errors import TraceError
 from stage.pipeline.bubble import run_schedule
 from stage.request import resolve_request
@@ -30,6 +30,10 @@ def make(model: str = "llama3-8b", **options: Any) -> Job:
     sizes = {"layers": options.pop("layers", 4)} | (SMALL if model == "llama3-8b" else {})
     options = {"batch": 8 * options.get("dp", 1), "seq": 32, **options}
     return stage.synthesis.job(resolve_request(model, sizes=sizes, **options))
+
+
+def nodes_of(job: Job) -> list[Nodes]:
+    return [program_nodes(program) for program in job.programs]
 
 
 def test_streams_overlap_and_join() -> None:
@@ -108,7 +112,7 @@ def test_a_pipeline_takes_as_long_as_its_schedule_says(schedule: str, vpp: int) 
         seq=32,
         sizes={**SMALL, "layers": 4 * vpp},
     )
-    ends = [span.end.max() for span in run_tracks(job_tracks(job, unit))]
+    ends = [span.end.max() for span in run_tracks(job_tracks(job, nodes_of(job), unit))]
     assert max(ends) == pytest.approx(run_schedule(schedule, asked.pipeline, costs).makespan)
 
 
@@ -131,7 +135,7 @@ def test_no_node_starts_before_what_it_waits_for(options: dict[str, Any]) -> Non
     def seconds(template: Template, number: int) -> Any:
         return known.setdefault((id(template), number), rng.random(len(template.nodes)))
 
-    tracks = job_tracks(job, seconds)
+    tracks = job_tracks(job, nodes_of(job), seconds)
     for one, program, span in zip(tracks, job.programs, run_tracks(tracks), strict=True):
         ends = np.append(span.end, 0.0)
         ready = ends[program_nodes(program).after].max(axis=1)
@@ -161,7 +165,7 @@ def test_sets_of_moments(first: Any, second: Any) -> None:
 
 def test_a_breakdown_adds_up_to_the_step() -> None:
     job = make(tp=2, pp=2, dp=2)
-    tracks = job_tracks(job, lambda template, _: np.ones(len(template.nodes)))
+    tracks = job_tracks(job, nodes_of(job), lambda template, _: np.ones(len(template.nodes)))
     found = run_tracks(tracks)
     step = max(float(span.end.max()) for span in found)
     for program, span in zip(job.programs, found, strict=True):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from stage.cost.breakdown import Breakdown, break_down
 from stage.cost.pricing import Prices
 from stage.cost.timeline import run_tracks
-from stage.cost.tracks import job_tracks, program_nodes
+from stage.cost.tracks import Nodes, job_tracks, program_nodes
 from stage.errors import StageError
 from stage.trace.job import Job
 from stage.trace.program import Program
@@ -58,12 +58,14 @@ def estimate_job(job: Job, prices: Prices, peak: float, steps: int = 1) -> Estim
     Of several `steps` all are run, and a step is their mean.
     """
     host = None if prices.launches is None else prices.host
-    spans = run_tracks(job_tracks(job, prices.seconds, host))
+    nodes = [program_nodes(program) for program in job.programs]
+    spans = run_tracks(job_tracks(job, nodes, prices.seconds, host))
     whole = max(float(span.end.max()) for span in spans)
     if not whole > 0:
         raise StageError("no work of the job takes any time: check the cost model")
     parts = tuple(
-        break_down(span, *_kinds(program), whole) for program, span in zip(job.programs, spans, strict=True)
+        break_down(span, *_kinds(program, own), whole)
+        for program, own, span in zip(job.programs, nodes, spans, strict=True)
     )
     done = [_flops(program) for program in job.programs]  # classes have equally many ranks
     could = peak * whole * len(parts)
@@ -79,7 +81,7 @@ def estimate_job(job: Job, prices: Prices, peak: float, steps: int = 1) -> Estim
     )
 
 
-def _kinds(program: Program) -> tuple[list[str], Ints]:
+def _kinds(program: Program, nodes: Nodes) -> tuple[list[str], Ints]:
     """The kinds of communication of a program, with the axes they are over, and which of them each node is."""
     names: dict[str, int] = {}
     values = []
@@ -89,7 +91,7 @@ def _kinds(program: Program) -> tuple[list[str], Ints]:
             for n in template.nodes
         ]
         values.append(np.array(own, np.int64))
-    column: Ints = program_nodes(program).expand(values).astype(np.int64)
+    column: Ints = nodes.expand(values).astype(np.int64)
     return list(names), column
 
 

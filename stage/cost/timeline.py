@@ -59,9 +59,8 @@ class _Device:
         self.seconds = track.seconds.tolist()
         self.after = track.after.tolist()
         self.issued = [0.0] * len(self.seconds) if track.issued is None else track.issued.tolist()
-        self.remote = {**track.receives, **{n: key for n, (key, _) in track.meets.items()}}
         self.sends, self.meets, self.receives = track.sends, track.meets, track.receives
-        self.special = {*track.sends, *self.remote}
+        self.special = {*track.sends, *track.receives, *track.meets}
         self.ends: list[float | None] = [*[None] * len(self.seconds), 0.0]
         self.starts = [0.0] * len(self.seconds)
         self.next = 0

@@ -74,26 +74,25 @@ Times = Callable[[Template, int], Floats]
 """Seconds of each node of a template on the ranks of a class."""
 
 
-def job_tracks(job: Job, seconds: Times, host: Times | None = None) -> list[Track]:
-    """A track for each class of ranks, whose nodes take these seconds.
+def job_tracks(job: Job, nodes: Sequence[Nodes], seconds: Times, host: Times | None = None) -> list[Track]:
+    """A track for each class of ranks, whose nodes take these seconds; `nodes` are those of each program.
 
     `host` is how long the host takes to issue each node. It issues them in the order of the program, waits for none,
     and is not waited for without.
     """
     classes = Partition.of(job.mesh, job.variants)
     found = []
-    for number, program in enumerate(job.programs):
-        nodes = program_nodes(program)
-        own: Floats = nodes.expand([seconds(template, number) for template in program.templates]).astype(
-            float
-        )
-        issued = None
-        if host is not None:
-            issued = np.cumsum(
-                nodes.expand([host(template, number) for template in program.templates]).astype(float)
-            )
-        found.append(Track(own, nodes.after, *_Links(classes, number, program).of(nodes), issued))
+    for number, (program, own) in enumerate(zip(job.programs, nodes, strict=True)):
+        issued = None if host is None else np.cumsum(_column(program, own, host, number))
+        links = _Links(classes, number, program).of(own)
+        found.append(Track(_column(program, own, seconds, number), own.after, *links, issued))
     return found
+
+
+def _column(program: Program, nodes: Nodes, times: Times, number: int) -> Floats:
+    """The times of all nodes of a program."""
+    column: Floats = nodes.expand([times(template, number) for template in program.templates]).astype(float)
+    return column
 
 
 class _Links:
