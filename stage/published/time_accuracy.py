@@ -5,19 +5,15 @@ prediction is the timeline of that job under a cost model made for its system an
 depends on nothing that was measured.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import fmean, median
 from typing import Protocol
 
-from stage.cost.estimate import estimate_job
-from stage.cost.pricing import price_job
-from stage.cost.spread import job_spread
 from stage.cost.system import System
 from stage.cost.system_file import load_system
 from stage.cost.work import CostModel
 from stage.errors import StageError
+from stage.estimate import estimate_time
 from stage.published import (
     korthikanti2022,
     mlperf_pretraining,
@@ -26,13 +22,13 @@ from stage.published import (
     simumax_b200,
     vtrain_single,
 )
+from stage.published.comparison import Compared, compare, summarize
 from stage.published.row import Row
 from stage.request import Request
-from stage.synthesis import job
+from stage.synthesis import plan_job
 
 __all__ = [
     "TIME_SETS",
-    "ComparedTime",
     "MakeCost",
     "PublishedTimes",
     "TimeAccuracy",
@@ -104,37 +100,18 @@ TIME_SETS: Mapping[str, TimeSet] = {
 
 
 @dataclass(frozen=True, slots=True)
-class ComparedTime:
-    """A case, its group, and its seconds as predicted and as measured."""
-
-    case: str
-    group: str
-    predicted: float
-    measured: float
-
-    @property
-    def error(self) -> float:
-        """The relative error, negative where too little is predicted."""
-        return self.predicted / self.measured - 1
-
-
-@dataclass(frozen=True, slots=True)
 class TimeAccuracy:
     """Cases that were predicted, and how many were left out by why."""
 
-    rows: tuple[ComparedTime, ...]
+    rows: tuple[Compared, ...]
     left_out: Mapping[str, int]
 
     @property
     def groups(self) -> dict[str, dict[str, float]]:
         """Of each group how many cases it has, and the median, mean and worst of their absolute errors."""
-        errors: dict[str, list[float]] = {}
-        for row in self.rows:
-            errors.setdefault(row.group, []).append(abs(row.error))
-        return {
-            name: {"cases": len(e), "median": median(e), "mean": fmean(e), "worst": max(e)}
-            for name, e in errors.items()
-        }
+        names = dict.fromkeys(row.group for row in self.rows)
+        parts = {name: [row for row in self.rows if row.group == name] for name in names}
+        return {name: {"cases": len(rows), **summarize(rows)} for name, rows in parts.items()}
 
 
 def time_set(name: str) -> TimeSet:
@@ -146,9 +123,7 @@ def time_set(name: str) -> TimeSet:
 
 def predict_seconds(request: Request, system: System, cost: CostModel) -> float:
     """Seconds of a step of a job on a system, whose work this model prices."""
-    one = job(request)
-    prices = price_job(one, cost, job_spread(system, one))
-    return estimate_job(one, prices, system.peak(request.dtype), request.steps).step_seconds
+    return estimate_time(plan_job(request), system, cost).step_seconds
 
 
 def time_accuracy(name: str, rows: Iterable[Row], make: MakeCost) -> TimeAccuracy:
@@ -157,18 +132,8 @@ def time_accuracy(name: str, rows: Iterable[Row], make: MakeCost) -> TimeAccurac
     A row that is no job of this tool is left out with what is said of it.
     """
     told, costs = time_set(name).rows, _Costs(make)
-    found: list[ComparedTime] = []
-    without: Counter[str] = Counter()
-    for row in (case for one in rows for case in told.cases(one)):
-        why = told.left_out(row)
-        try:
-            if why is None:
-                found.append(_compared(told, row, costs))
-        except StageError as err:
-            why = f"no job of this tool: {err}"
-        if why is not None:
-            without[why] += 1
-    return TimeAccuracy(tuple(found), dict(without))
+    cases = (case for row in rows for case in told.cases(row))
+    return TimeAccuracy(*compare(cases, told.left_out, lambda row: _compared(told, row, costs)))
 
 
 class _Costs:
@@ -186,8 +151,8 @@ class _Costs:
         return self.made[key]
 
 
-def _compared(told: PublishedTimes, row: Row, costs: _Costs) -> ComparedTime:
+def _compared(told: PublishedTimes, row: Row, costs: _Costs) -> Compared:
     """A row's prediction beside what was measured."""
     measured, request = told.measured_seconds(row), told.row_request(row)
     predicted = predict_seconds(request, *costs.of(told.row_system(row), told.row_issue(row)))
-    return ComparedTime(row["case"], told.group(row), predicted, measured)
+    return Compared(row["case"], predicted, measured, told.group(row))
