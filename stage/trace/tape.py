@@ -21,6 +21,7 @@ Symbol = tuple[str] | tuple[str, Hashable]
 """What stands for a number: a name, and what it is of. `own` is the first id of a run."""
 
 OFFSET_BITS = 40
+OFFSET = (1 << OFFSET_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Tape:
     def value(self, number: int, values: Sequence[int]) -> int:
         """What a recorded number is in a run whose symbols have these values."""
         symbol = number >> OFFSET_BITS
-        return number if symbol <= 0 else values[symbol - 1] + (number & (1 << OFFSET_BITS) - 1)
+        return number if symbol <= 0 else values[symbol - 1] + (number & OFFSET)
 
     def replay(self, assembly: Assembly, values: Sequence[int]) -> None:
         """Place the instances of one more run after all others."""
@@ -50,7 +51,7 @@ class Tape:
         values = np.concatenate([np.zeros((len(contexts), 1), np.int64), contexts], axis=1)
         for rows, numbers in self.rows:
             symbols = np.maximum(numbers >> OFFSET_BITS, 0)
-            offsets = np.where(symbols > 0, numbers & (1 << OFFSET_BITS) - 1, numbers)
+            offsets = np.where(symbols > 0, numbers & OFFSET, numbers)
             rows.columns.append((offsets + values[:, symbols]).reshape(-1, numbers.shape[1]))
 
 
@@ -73,7 +74,7 @@ class Recorder(Assembly):
         symbol = number >> OFFSET_BITS
         if symbol <= 0:
             return number
-        return self.symbol(name, tape.symbols[symbol - 1]) + (number & (1 << OFFSET_BITS) - 1)
+        return self.symbol(name, tape.symbols[symbol - 1]) + (number & OFFSET)
 
     def last(self, queue: str) -> int:
         """The id of the last node placed on a queue, which may have been before the recording began."""
