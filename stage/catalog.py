@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Literal
 
 from stage.errors import ModelError, StageError, StrategyError
+from stage.files import open_file
 from stage.hf import HFConfig, parse_config
 from stage.modelfile import ModelFile, scan_model_file
 from stage.strategy import Strategy, parse_strategy
@@ -239,9 +240,7 @@ def _read_strategy(path: Path) -> Strategy:
 
 def _read(path: Path, error: type[StageError]) -> bytes:
     try:
-        if path.exists() and not path.is_file():
-            raise error(f"{path}: is no file; give the path of one")
-        with path.open("rb") as file:
+        with open_file(path) as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as err:
         raise error(f"{path}: cannot be read: {err.strerror or err}") from err

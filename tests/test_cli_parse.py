@@ -1,5 +1,6 @@
 """The small languages of options, and the text of every complaint about them."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stage.cli import main
 from stage.cli.parse import parse_ranks, parse_sizes, parse_stage_layers, read_placement
 from stage.errors import StageError
 
@@ -113,3 +115,28 @@ def test_unreadable_placements_are_named(tmp_path: Path) -> None:
     )
     path.write_bytes(b"0 \xff")
     assert complaint(lambda: read_placement(path)) == f"--placement {path}: not a text file in UTF-8 (byte 2)"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "synth llama3-8b --out OUT --placement PIPE",
+        "synth llama3-8b --out OUT --strategy PIPE",
+        "synth mixtral-8x7b --out OUT --expert-load PIPE",
+        "synth PIPE --out OUT",
+        "systems PIPE",
+        "bench-accuracy --set korthikanti2022_table5_e2e --rows PIPE",
+    ],
+)
+@pytest.mark.parametrize("suffix", [".toml", ".csv", ".json"])
+def test_a_pipe_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, suffix: str
+) -> None:
+    pipe = tmp_path / f"pipe{suffix}"
+    os.mkfifo(pipe)
+    command = line.replace("PIPE", str(pipe)).replace("OUT", str(tmp_path / "out"))
+    assert main(command.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("stage: error: ")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,4 +157,13 @@ def test_rows_that_can_not_be_read_are_one_line(capsys: Capture, line: str, text
     assert main(["bench-accuracy", *line.split()]) == 2
     error = capsys.readouterr().err
     assert text in error
+    assert error.count("\n") == 1
+
+
+def test_rows_that_are_no_text_are_one_line(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "rows.csv").write_bytes(b"case,model\n\xff\xfe,x\n")
+    line = f"bench-accuracy --set korthikanti2022_table5_e2e --rows {tmp_path / 'rows.csv'}"
+    assert main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert "not a CSV file in UTF-8" in error
     assert error.count("\n") == 1

@@ -14,6 +14,7 @@ STRATEGIES = sorted((ROOT / "parallelism").glob("*.toml"))
 # From the algebra up to the edge: a module imports from its own level and the levels before it.
 LEVELS = (
     ("errors",),
+    ("files",),
     ("symbols",),
     ("degrees",),
     ("expert_load", "load_option"),

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from stage.errors import MeshError, ModelError, StageError, StrategyError
+from stage.files import open_file
 
 __all__ = ["parse_ranks", "parse_reshard", "parse_sizes", "parse_stage_layers", "read_placement"]
 
@@ -101,9 +102,8 @@ def read_placement(path: Path) -> list[int]:
     Numbers are separated by white space or commas; `#` begins a comment. Each of 0..n-1 must appear once.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise MeshError(f"--placement {path}: is no file; give the path of one")
-        lines = path.read_text("utf-8").splitlines()
+        with open_file(path) as file:
+            lines = file.read().decode().splitlines()
     except UnicodeDecodeError as err:
         raise MeshError(f"--placement {path}: not a text file in UTF-8 (byte {err.start})") from err
     except OSError as err:

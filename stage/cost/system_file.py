@@ -10,6 +10,7 @@ from stage.cost.links import LINKS
 from stage.cost.reading import Reader, reading
 from stage.cost.system import DTYPES, TOPOLOGIES, System, Tier
 from stage.errors import StageError
+from stage.files import open_file
 
 __all__ = ["list_systems", "load_system", "parse_system", "read_system"]
 
@@ -36,7 +37,8 @@ def read_system(name: str | Path) -> tuple[System, str, dict[str, Any]]:
     try:
         if path.stat().st_size > LARGEST_FILE:
             raise StageError(f"{path} is larger than any system file: check the path")
-        text = path.read_text(encoding="utf-8")
+        with open_file(path) as file:
+            text = file.read().decode()
     except (OSError, ValueError) as err:
         raise StageError(f"{path} cannot be read ({err}): check the path") from err
     table = parse_toml(path.stem, text)

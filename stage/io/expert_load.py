@@ -10,6 +10,7 @@ from typing import Final
 
 from stage.errors import StrategyError
 from stage.expert_load import ExpertLoad, make_load, zipf_load
+from stage.files import open_file
 from stage.load_option import BALANCED, zipf_exponent
 from stage.model import Model
 from stage.strategy import Strategy
@@ -63,9 +64,7 @@ def read_expert_load(path: Path) -> list[list[float]]:
     numbers, where empty lines and lines that start with `#` say nothing.
     """
     try:
-        if path.is_fifo() or path.is_socket():
-            raise StrategyError(f"{path}: is no file; give a .csv or .json file of expert loads")
-        with path.open("rb") as file:
+        with open_file(path) as file:
             data = file.read(LARGEST + 1)
     except (OSError, ValueError) as err:
         reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)

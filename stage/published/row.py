@@ -1,10 +1,12 @@
 """A row of a table of published measurements: texts by the names of columns."""
 
 import csv
+import io
 from collections.abc import Mapping
 from pathlib import Path
 
 from stage.errors import StageError
+from stage.files import open_file
 
 __all__ = ["Row", "decimal", "number", "published_rows", "read_rows", "text"]
 
@@ -51,7 +53,9 @@ def published_rows(name: str) -> list[Row]:
 def read_rows(file: str | Path) -> list[Row]:
     """The rows of a CSV file."""
     try:
-        with Path(file).open(newline="", encoding="utf-8") as lines:
+        with open_file(Path(file)) as data, io.TextIOWrapper(data, encoding="utf-8", newline="") as lines:
             return list(csv.DictReader(lines))
     except OSError as err:
         raise StageError(f"{file}: {err.strerror}; give a CSV file that can be read") from err
+    except (UnicodeDecodeError, csv.Error) as err:
+        raise StageError(f"{file}: not a CSV file in UTF-8 ({err}); give one") from err
